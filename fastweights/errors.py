@@ -1,0 +1,11 @@
+"""The one exception for a user's mistake: it carries a single sentence and no traceback is shown."""
+
+
+class UserError(ValueError):
+    """Says in one sentence what is wrong, the value seen, and what to do about it."""
+
+
+def check(condition: bool, message: str) -> None:
+    """Raises `UserError(message)` unless `condition` holds."""
+    if not condition:
+        raise UserError(message)
