@@ -1,0 +1,30 @@
+"""Memory rules as functions of arrays, without any module system.
+
+Every recurrent rule returns (output, final state) and takes `initial_state`, `segment_ids`,
+`chunk_size` and `implementation`; see `gated_delta_rule`. Arrays are [batch, token, head, dim].
+"""
+
+from fastweights.ops.attention import softmax_attention
+from fastweights.ops.convolution import short_convolution
+from fastweights.ops.features import FEATURE_MAPS, l2_normalize
+from fastweights.ops.rotary import rotary
+from fastweights.ops.rules import (
+    delta_rule,
+    gated_delta_rule,
+    gated_linear_attention,
+    linear_attention,
+)
+from fastweights.ops.segments import find_documents
+
+__all__ = [
+    "FEATURE_MAPS",
+    "delta_rule",
+    "find_documents",
+    "gated_delta_rule",
+    "gated_linear_attention",
+    "l2_normalize",
+    "linear_attention",
+    "rotary",
+    "short_convolution",
+    "softmax_attention",
+]

@@ -1,0 +1,189 @@
+"""Causal softmax attention with grouped heads, windows, packed rows and caches.
+
+Shapes: B batch, T queries, S keys (cache slots in decoding), H query heads, J key/value heads
+(H % J == 0, query head h reads key head h // (H // J)), K key dim, V value dim.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fastweights.errors import check
+from fastweights.ops import segments
+
+IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+
+
+def softmax_attention(
+    q_BTHK: jax.Array,
+    k_BSJK: jax.Array,
+    v_BSJV: jax.Array,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    segment_ids: jax.Array | None = None,
+    kv_segment_ids: jax.Array | None = None,
+    q_positions: jax.Array | None = None,
+    kv_positions: jax.Array | None = None,
+    implementation: str = "auto",
+) -> jax.Array:
+    """softmax(scale q k^T) v over the keys a query may see (Vaswani et al. 2017, eq. 1).
+
+    A query sees the keys at its own and earlier positions, of its own document, and at most
+    `window` of them. A query with nothing to see, padding above all, gives 0 with zero gradients,
+    and NaN in padding or empty slots spreads nowhere.
+
+    Args:
+      q_BTHK: queries.
+      k_BSJK: keys.
+      v_BSJV: values.
+      scale: factor on the logits, K**-0.5 by default.
+      window: how many of the latest positions a token sees, itself included (1: itself alone).
+      segment_ids: int [B, T], the queries' documents, 0 = padding. Without kv_segment_ids they
+        are the keys' too (then S = T), and padding takes up no position.
+      kv_segment_ids: int [B, S], 0 = empty slot. Compared with segment_ids as they are; without
+        segment_ids every query may see every filled slot.
+      q_positions: int [B, T], place of each query in the order of the keys; 0..T-1 by default.
+      kv_positions: int [B, S], place of each key; 0..S-1 by default.
+      implementation: "auto", "xla" or "cudnn". Both are `jax.nn.dot_product_attention`; "auto"
+        takes cuDNN on NVIDIA GPUs for 16-bit inputs with equal head dims it supports. Packed rows
+        and caches go through a boolean mask [B, 1, T, S], which cuDNN reads too; plain causal
+        attention, windowed or not, never builds a mask there.
+
+    Returns:
+      o_BTHV in v's dtype.
+
+    Raises:
+      UserError: on shapes that do not fit, window < 1, or an unknown implementation.
+    """
+    _check_inputs(
+        q_BTHK, k_BSJK, v_BSJV, window, segment_ids, kv_segment_ids, q_positions, kv_positions
+    )
+    check(
+        implementation in IMPLEMENTATIONS,
+        f"softmax_attention: unknown implementation {implementation!r}; "
+        f"choose one of {', '.join(IMPLEMENTATIONS)}",
+    )
+    batch, length, heads, key_dim = q_BTHK.shape
+    slots, value_dim = k_BSJK.shape[1], v_BSJV.shape[-1]
+    if length == 0 or slots == 0:
+        return jnp.zeros((batch, length, heads, value_dim), v_BSJV.dtype)
+    scale = key_dim**-0.5 if scale is None else scale
+    dtype = jnp.result_type(q_BTHK, k_BSJK, v_BSJV)
+
+    # Plain causal attention needs no mask array: cuDNN skips what a causal window hides.
+    plain = all(x is None for x in (segment_ids, kv_segment_ids, q_positions, kv_positions))
+    mask_B1TS = sees_BT = None
+    q, k, v = (x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV))
+    if not plain:
+        mask_BTS, filled_BS = _visible(
+            (batch, length, slots), window, segment_ids, kv_segment_ids, q_positions, kv_positions
+        )
+        mask_B1TS = mask_BTS[:, None]
+        sees_BT = jnp.any(mask_BTS, axis=2)
+        q = segments.select_real(q, sees_BT)
+        k, v = segments.select_real(k, filled_BS), segments.select_real(v, filled_BS)
+
+    backend: Any = implementation
+    if implementation == "auto":
+        backend = "cudnn" if _cudnn_takes(dtype, key_dim, value_dim) else "xla"
+    # dot_product_attention wants one head dim: zero channels change neither logits nor output.
+    width = max(key_dim, value_dim)
+    q, k, v = (_widen(x, width) for x in (q, k, v))
+    o = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask_B1TS,
+        scale=scale,
+        is_causal=plain,
+        local_window_size=(window - 1, 0) if plain and window is not None else None,
+        implementation=backend,
+    )
+    o_BTHV = o[..., :value_dim].astype(v_BSJV.dtype)
+    return o_BTHV if sees_BT is None else segments.select_real(o_BTHV, sees_BT)
+
+
+def _visible(shape, window, segment_ids, kv_segment_ids, q_positions, kv_positions):
+    """Which keys each query sees [B, T, S], and which keys are real [B, S]."""
+    batch, length, slots = shape
+    q_document_BT = kv_document_BS = None
+    q_valid_BT = jnp.ones((batch, length), bool)
+    filled_BS = jnp.ones((batch, slots), bool)
+    q_place_BT, kv_place_BS = q_positions, kv_positions
+    if segment_ids is not None and kv_segment_ids is None:
+        q_document_BT, q_valid_BT = segments.find_documents(segment_ids)
+        kv_document_BS, filled_BS = q_document_BT, q_valid_BT
+        if q_positions is None and kv_positions is None:
+            # Padding takes up no position, or it would use up room in a window.
+            q_place_BT = kv_place_BS = jnp.cumsum(q_valid_BT, axis=1, dtype=jnp.int32)
+    elif kv_segment_ids is not None:
+        filled_BS = kv_segment_ids != 0
+        if segment_ids is not None:
+            q_valid_BT = segment_ids != 0
+            q_document_BT, kv_document_BS = segment_ids, kv_segment_ids
+
+    def default_place(size):
+        return jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[None, :], (batch, size))
+
+    q_place_BT = default_place(length) if q_place_BT is None else q_place_BT
+    kv_place_BS = default_place(slots) if kv_place_BS is None else kv_place_BS
+    back_BTS = q_place_BT[:, :, None] - kv_place_BS[:, None, :]
+    mask_BTS = (back_BTS >= 0) & q_valid_BT[:, :, None] & filled_BS[:, None, :]
+    if window is not None:
+        mask_BTS &= back_BTS < window
+    if q_document_BT is not None and kv_document_BS is not None:
+        mask_BTS &= q_document_BT[:, :, None] == kv_document_BS[:, None, :]
+    return mask_BTS, filled_BS
+
+
+def _cudnn_takes(dtype, key_dim: int, value_dim: int) -> bool:
+    return (
+        jax.default_backend() == "gpu"
+        and dtype in (jnp.bfloat16, jnp.float16)
+        and key_dim == value_dim
+        and key_dim % 8 == 0
+        and key_dim <= 128
+    )
+
+
+def _widen(x: jax.Array, width: int) -> jax.Array:
+    missing = width - x.shape[-1]
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x
+
+
+def _check_inputs(q, k, v, window, segment_ids, kv_segment_ids, q_positions, kv_positions) -> None:
+    name = "softmax_attention"
+    for label, x in (("q", q), ("k", k), ("v", v)):
+        check(x.ndim == 4, f"{name}: {label} must be [B, T, heads, dim], got shape {x.shape}")
+    batch, length, heads, key_dim = q.shape
+    _, slots, kv_heads, _ = k.shape
+    check(
+        k.shape == (batch, slots, kv_heads, key_dim),
+        f"{name}: k must be [B, S, J, K] with B = {batch} and K = {key_dim} as in q, got {k.shape}",
+    )
+    check(
+        v.shape[:3] == k.shape[:3],
+        f"{name}: v must be [B, S, J, V] with [B, S, J] = {k.shape[:3]} as in k, got {v.shape}",
+    )
+    check(
+        kv_heads > 0 and heads % kv_heads == 0,
+        f"{name}: {heads} query heads are no multiple of {kv_heads} key heads",
+    )
+    check(
+        window is None or window >= 1,
+        f"{name}: window counts the current token and must be at least 1, got {window}",
+    )
+    check(
+        segment_ids is None or kv_segment_ids is not None or slots == length,
+        f"{name}: with {length} queries and {slots} keys, segment_ids need kv_segment_ids beside",
+    )
+    for label, x, shape in (
+        ("segment_ids", segment_ids, (batch, length)),
+        ("kv_segment_ids", kv_segment_ids, (batch, slots)),
+        ("q_positions", q_positions, (batch, length)),
+        ("kv_positions", kv_positions, (batch, slots)),
+    ):
+        got = None if x is None else x.shape
+        check(got in (None, shape), f"{name}: {label} must have shape {shape}, got {got}")

@@ -1,0 +1,52 @@
+"""Rotary position embedding.
+
+Shapes: B batch, T tokens, H heads, K head dim, F pairs of turned channels.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fastweights.errors import check
+
+
+def rotary(
+    x_BTHK: jax.Array, positions_BT: jax.Array, *, theta: float = 10_000.0, fraction: float = 1.0
+) -> jax.Array:
+    """Rotates pairs of channels by an angle that grows with the position.
+
+    Channel i is paired with channel i + F (the two-halves layout), and pair i turns by
+    position * theta^(-i / F). Su et al. 2021 (arXiv 2104.09864), eq. 34.
+
+    Args:
+      x_BTHK: queries or keys.
+      positions_BT: integers, the position of each token within its document.
+      theta: base of the wavelengths.
+      fraction: share of the K channels that turn, the first ones; the rest pass through.
+
+    Returns:
+      An array like x_BTHK; angles are computed in float32 or wider.
+
+    Raises:
+      UserError: when fraction * K is not an even number between 2 and K, or shapes do not match.
+    """
+    check(x_BTHK.ndim == 4, f"rotary: x must be [B, T, H, K], got shape {x_BTHK.shape}")
+    check(
+        positions_BT.shape == x_BTHK.shape[:2],
+        f"rotary: positions must be [B, T] = {x_BTHK.shape[:2]}, got {positions_BT.shape}",
+    )
+    head_dim = x_BTHK.shape[-1]
+    turned = round(head_dim * fraction)
+    check(
+        2 <= turned <= head_dim and turned % 2 == 0,
+        f"rotary: fraction {fraction} of head dim {head_dim} gives {turned} channels to turn; "
+        "choose it so that this is even, at least 2 and at most the head dim",
+    )
+    half = turned // 2
+    acc = jnp.promote_types(x_BTHK.dtype, jnp.float32)
+    rate_F = theta ** (-jnp.arange(half, dtype=acc) / half)
+    angle_BT1F = positions_BT[:, :, None, None].astype(acc) * rate_F[None, None, None, :]
+    cos, sin = jnp.cos(angle_BT1F), jnp.sin(angle_BT1F)
+    x = x_BTHK.astype(acc)
+    first, second, rest = x[..., :half], x[..., half:turned], x[..., turned:]
+    out = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate(out, axis=-1).astype(x_BTHK.dtype)
