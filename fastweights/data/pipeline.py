@@ -1,0 +1,239 @@
+"""From a data config to batches: infinite for training, finite by name for evaluation.
+
+A dataset is a `grain.MapDataset` whose element i is the i-th batch, so any batch can be had without
+those before it and a run's place in its data is one number, its step.
+
+Every process makes the same global batch and keeps its own consecutive rows, whatever the number of
+processes. Evaluation batches all have the same shape; the last is filled up with rows of padding
+(segment 0, no target).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import grain
+import numpy as np
+
+from fastweights.data.corpus import Corpus, corpus_in_memory, open_corpus
+from fastweights.data.packing import to_batch
+from fastweights.data.source import builtin_documents
+from fastweights.data.tokenizer import BYTES
+from fastweights.errors import UserError, check
+from fastweights.tasks import TASKS, Batch
+from fastweights.tasks.base import IGNORE, stream
+from fastweights.tasks.mqar import MQARConfig
+
+TEXT = "text"
+HELD_OUT = "held_out"
+
+# Stands for infinity: more batches than any run takes.
+ENDLESS = 2**40
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """Which text.
+
+    Attributes:
+      path: a folder made by scripts/prepare_data.py; empty for the built-in text, which is the
+        English help inside CPython.
+      tokenizer: for the built-in text, "bytes" or the path of a tokenizer.json. Prepared data bring
+        their own.
+      held_out: for the built-in text, the share of its topics that is never trained on.
+
+    Raises:
+      UserError: if the held-out share is no share, or prepared data are given a tokenizer.
+    """
+
+    path: str = ""
+    tokenizer: str = BYTES
+    held_out: float = 0.1
+
+    def __post_init__(self):
+        check(
+            0 < self.held_out < 1,
+            f"text.held_out is {self.held_out}; it must lie between 0 and 1, for example 0.1.",
+        )
+        check(
+            not self.path or self.tokenizer == BYTES,
+            f"text.tokenizer is {self.tokenizer!r} but the data at {self.path!r} have a tokenizer "
+            "of their own; leave text.tokenizer at 'bytes' or leave text.path empty.",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What to train and evaluate on.
+
+    Attributes:
+      kind: "text" or the name of a recall task.
+      length: tokens of a row.
+      text: options for kind "text".
+      mqar: options for kind "mqar".
+
+    Raises:
+      UserError: for an unknown kind or a length that holds no training example.
+    """
+
+    kind: str = "mqar"
+    length: int = 256
+    text: TextConfig = dataclasses.field(default_factory=TextConfig)
+    mqar: MQARConfig = dataclasses.field(default_factory=MQARConfig)
+
+    def __post_init__(self):
+        kinds = (TEXT, *TASKS)
+        check(
+            self.kind in kinds,
+            f"data.kind is {self.kind!r}; it must be one of {', '.join(kinds)}.",
+        )
+        check(self.length >= 1, f"data.length is {self.length}; it must be at least 1 token.")
+        if self.kind != TEXT:
+            TASKS[self.kind].check_fits(self.task, self.length)
+
+    @property
+    def task(self) -> MQARConfig:
+        """The config of the recall task that `kind` names."""
+        return getattr(self, self.kind)
+
+
+def open_text(config: DataConfig) -> Corpus:
+    """The corpus of a config of kind "text".
+
+    Raises:
+      UserError: if the prepared data are broken or have another row length.
+    """
+    text = config.text
+    if not text.path:
+        return corpus_in_memory(
+            builtin_documents,
+            tokenizer=text.tokenizer,
+            length=config.length,
+            held_out=text.held_out,
+        )
+    corpus = open_corpus(text.path)
+    check(
+        corpus.length == config.length,
+        f"data.length is {config.length} but the rows at {text.path!r} have {corpus.length} "
+        "tokens; set data.length to that or prepare the data again.",
+    )
+    return corpus
+
+
+def vocab_size(config: DataConfig) -> int:
+    """Token ids in use: a model needs at least this vocabulary."""
+    if config.kind == TEXT:
+        return open_text(config).tokenizer.vocab_size
+    return config.task.vocab_size
+
+
+def train_dataset(
+    config: DataConfig, *, seed: int, rows: int, process_index: int = 0, process_count: int = 1
+) -> grain.MapDataset[Batch]:
+    """Endless training batches; batch i is a pure function of (config, seed, i).
+
+    Text is shuffled anew each epoch. Epochs follow each other without a gap, inside a batch too: no
+    row is left out or padded.
+
+    Args:
+      config: what to train on.
+      seed: of the data alone; independent of the model's.
+      rows: rows of the global batch.
+      process_index: which process' rows to keep.
+      process_count: number of processes.
+
+    Returns:
+      Batches of `rows // process_count` rows.
+
+    Raises:
+      UserError: if the rows do not divide among the processes, or the data are broken.
+    """
+    mine = _own_rows(rows, process_index, process_count)
+    stream(seed, 0)  # Refuses a seed out of range now rather than in the first batch.
+    if config.kind == TEXT:
+        corpus = open_text(config)
+        # The order of rows is drawn for the global batch; only this process' rows are then read.
+        order = grain.MapDataset.range(len(corpus.rows["train"])).seed(seed).shuffle().repeat()
+        return order.batch(rows).map(lambda indices: _read(corpus, "train", indices[mine]))
+
+    task = TASKS[config.kind]
+
+    def make(index: int) -> Batch:
+        batch = task.train_batch(
+            config.task, seed=seed, index=index, rows=rows, length=config.length
+        )
+        return {name: values[mine] for name, values in batch.items()}
+
+    return grain.MapDataset.range(ENDLESS).map(make)
+
+
+def eval_datasets(
+    config: DataConfig, *, rows: int, process_index: int = 0, process_count: int = 1
+) -> dict[str, grain.MapDataset[Batch]]:
+    """Evaluation batches by name: "held_out" for text, the slices' names for a recall task.
+
+    Rows of a slice longer than `config.length` have the slice's length. Recall examples are made
+    when first asked for.
+    """
+    mine = _own_rows(rows, process_index, process_count)
+    if config.kind == TEXT:
+        corpus = open_text(config)
+        count = len(corpus.rows[HELD_OUT])
+
+        def read(start: int) -> Batch:
+            return _read(corpus, HELD_OUT, np.arange(start, start + rows)[mine])
+
+        return {HELD_OUT: grain.MapDataset.range(0, count, rows).map(read)}
+
+    task = TASKS[config.kind]
+    datasets = {}
+    for part in task.eval_slices(config.task):
+        per_row = max(config.length, part.length) // part.length
+        count = -(-config.task.test_examples // per_row)
+        make = functools.cache(functools.partial(task.eval_rows, config.task, part, config.length))
+        cut = functools.partial(_cut, make, rows=rows, mine=mine)
+        datasets[part.name] = grain.MapDataset.range(0, count, rows).map(cut)
+    return datasets
+
+
+def iterate(dataset: grain.MapDataset[Batch], *, prefetch: int = 2) -> grain.DatasetIterator[Batch]:
+    """An iterator whose state is the index of the next batch, made ready by one thread in advance.
+
+    Orbax saves and restores it; `grain.experimental.set_next_index(iterator, step)` moves it.
+
+    Args:
+      dataset: from `train_dataset` or `eval_datasets`.
+      prefetch: batches to hold ready.
+    """
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=prefetch)
+    return iter(dataset.to_iter_dataset(options))
+
+
+def _own_rows(rows: int, process_index: int, process_count: int) -> slice:
+    check(rows >= 1, f"The batch has {rows} rows; it must have at least 1.")
+    if rows % process_count:
+        raise UserError(
+            f"The batch has {rows} rows, which do not divide among {process_count} processes; "
+            f"make it a multiple of {process_count}."
+        )
+    share = rows // process_count
+    return slice(process_index * share, (process_index + 1) * share)
+
+
+def _read(corpus: Corpus, split: str, indices: np.ndarray) -> Batch:
+    """Reads rows into a batch; an index past the end gives a row of padding."""
+    source = corpus.rows[split]
+    nothing = np.zeros(0, np.int32)
+    rows = [source[int(i)] if i < len(source) else nothing for i in indices]
+    return to_batch(rows, corpus.length, corpus.tokenizer.eod_id)
+
+
+def _cut(make: Callable[[], Batch], start: int, *, rows: int, mine: slice) -> Batch:
+    """Batch rows from `start` on, filled up with padding to `rows`, of which `mine` are kept."""
+    batch = {}
+    for name, values_RL in make().items():
+        found = values_RL[start : start + rows]
+        empty = IGNORE if name == "targets" else 0
+        padding = ((0, rows - len(found)), (0, 0))
+        batch[name] = np.pad(found, padding, constant_values=empty)[mine]
+    return batch
