@@ -1,0 +1,57 @@
+"""Layers that move information between tokens, all under one protocol.
+
+A mixer is an NNX module with
+  `__call__(x_BTD, *, segment_ids_BT=None, positions_BT=None, cache=None) -> (y_BTD, cache)` and
+  `init_cache(batch, max_length, dtype)`.
+With a cache a call continues the cached document from its first real token on; prefill and decode
+in any split give what one call gives. `MIXERS` maps a pattern letter to its module and options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from fastweights.mixers.attention import (
+    Attention,
+    AttentionConfig,
+    WindowAttention,
+    WindowAttentionConfig,
+)
+from fastweights.mixers.delta_net import DeltaNet, DeltaNetConfig
+from fastweights.mixers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
+from fastweights.mixers.linear_attention import LinearAttention, LinearAttentionConfig
+
+MIXERS = {
+    "A": (Attention, AttentionConfig),
+    "W": (WindowAttention, WindowAttentionConfig),
+    "L": (LinearAttention, LinearAttentionConfig),
+    "D": (DeltaNet, DeltaNetConfig),
+    "G": (GatedDeltaNet, GatedDeltaNetConfig),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerConfigs:
+    """The options of each letter; letters that a pattern does not use are ignored."""
+
+    A: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    W: WindowAttentionConfig = dataclasses.field(default_factory=WindowAttentionConfig)
+    L: LinearAttentionConfig = dataclasses.field(default_factory=LinearAttentionConfig)
+    D: DeltaNetConfig = dataclasses.field(default_factory=DeltaNetConfig)
+    G: GatedDeltaNetConfig = dataclasses.field(default_factory=GatedDeltaNetConfig)
+
+
+__all__ = [
+    "MIXERS",
+    "Attention",
+    "AttentionConfig",
+    "DeltaNet",
+    "DeltaNetConfig",
+    "GatedDeltaNet",
+    "GatedDeltaNetConfig",
+    "LinearAttention",
+    "LinearAttentionConfig",
+    "MixerConfigs",
+    "WindowAttention",
+    "WindowAttentionConfig",
+]

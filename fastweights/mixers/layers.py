@@ -1,0 +1,75 @@
+"""Linear maps, the SwiGLU MLP, and how their weights start.
+
+Shapes: B batch, T tokens, D model width, F hidden width.
+
+Initialisation. Weights are drawn from a normal distribution cut at two standard deviations and
+rescaled to standard deviation 1/sqrt(fan_in), so a normalised input gives unit-variance outputs at
+any width, however narrow. Projections that write into the residual stream are scaled by a further
+1/sqrt(2 * num_layers), which keeps the stream's variance at the output independent of depth
+(Radford et al. 2019). Embedding and head start at standard deviation 0.02 (see `model.py`).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+truncated_normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+class Linear(nnx.Module):
+    """`x @ kernel` without bias, in `dtype`; `kernel` is [in, out].
+
+    Args:
+      logical_axes: names of the kernel's two dimensions for sharding.
+      scale: factor on the initial weights.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        out_dim: int,
+        *,
+        logical_axes: tuple[str | None, str | None],
+        dtype,
+        param_dtype,
+        rngs: nnx.Rngs,
+        scale: float = 1.0,
+    ):
+        self.dtype = dtype
+        kernel = truncated_normal(rngs.params(), (in_dim, out_dim), param_dtype)
+        self.kernel = nnx.Param(kernel * scale, logical_axes=logical_axes)
+
+    def __call__(self, x: jax.Array, *, accumulate: bool = False) -> jax.Array:
+        """Applies the map to [..., in]; `accumulate` keeps the sum's own dtype, at least float32."""
+        acc = jnp.promote_types(self.dtype, jnp.float32)
+        return jnp.dot(
+            x.astype(self.dtype),
+            self.kernel[...].astype(self.dtype),
+            preferred_element_type=acc if accumulate else None,
+        )
+
+
+class SwiGLU(nnx.Module):
+    """`down(silu(gate x) * up x)` without biases (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        hidden: int,
+        *,
+        dtype,
+        param_dtype,
+        residual_scale: float,
+        rngs: nnx.Rngs,
+    ):
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.gate = Linear(d_model, hidden, logical_axes=("embed", "mlp"), **kinds)
+        self.up = Linear(d_model, hidden, logical_axes=("embed", "mlp"), **kinds)
+        self.down = Linear(
+            hidden, d_model, logical_axes=("mlp", "embed"), scale=residual_scale, **kinds
+        )
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))

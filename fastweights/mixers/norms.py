@@ -1,0 +1,58 @@
+"""RMS normalisation in the two conventions that hybrid models use.
+
+Both take their sums in float32 (float64 for float64 inputs) and cast once, at the end.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def _normalise(x: jax.Array, eps: float) -> jax.Array:
+    """`x / rms(x)` over the last axis, in at least float32."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def _spread(scale: jax.Array, like: jax.Array) -> jax.Array:
+    """The per-channel weight with the rank and dtype of `like`."""
+    return scale.astype(like.dtype).reshape((1,) * (like.ndim - 1) + scale.shape)
+
+
+class RMSNorm(nnx.Module):
+    """Zero-centred RMSNorm over the last axis: `x / rms(x) * (1 + scale)`, `scale` starting at 0.
+
+    Weight decay on `scale` then pulls towards the plain normalisation instead of towards silence.
+    Returns the dtype of `x`.
+    """
+
+    def __init__(self, dim: int, *, eps: float, param_dtype):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.zeros((dim,), param_dtype), logical_axes=(None,))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = _normalise(x, self.eps)
+        return (y * (1 + _spread(self.scale[...], y))).astype(x.dtype)
+
+
+class GatedRMSNorm(nnx.Module):
+    """The read-out norm of a recurrent mixer: `x / rms(x) * scale * silu(gate)`, `scale` from 1.
+
+    The gate comes after the norm, as in Gated DeltaNet (arXiv:2412.06464), so that it can silence a
+    head. One weight vector serves all heads and stays in float32 whatever the parameter dtype.
+    """
+
+    def __init__(self, dim: int, *, eps: float, param_dtype):
+        self.eps = eps
+        dtype = jnp.promote_types(param_dtype, jnp.float32)
+        self.scale = nnx.Param(jnp.ones((dim,), dtype), logical_axes=(None,))
+
+    def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+        """Normalises `x` [..., V]; `gate` has its shape, or is None for no gate."""
+        y = _normalise(x, self.eps)
+        y = y * _spread(self.scale[...], y)
+        if gate is not None:
+            y = y * jax.nn.silu(gate.astype(y.dtype))
+        return y.astype(x.dtype)

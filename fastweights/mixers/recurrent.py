@@ -1,0 +1,176 @@
+"""The part that linear attention, DeltaNet and Gated DeltaNet share.
+
+Shapes: B batch, T tokens, D model width, H q/k heads, G value heads, K key dim, V value dim.
+
+A subclass says only what its memory is: `memory` (projected q, k, v in, read values out) and
+`init_state`. Projections, short convolution, feature map, read-out and cache live here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from fastweights import ops
+from fastweights.errors import check
+from fastweights.mixers.projections import QKVProjection, ReadOut, check_sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentConfig:
+    """Options of every recurrent mixer.
+
+    Attributes:
+      num_heads: value heads G; each keeps its own state.
+      num_qk_heads: query/key heads H, a divisor of G (value head j reads q/k head j // (G // H));
+        0 means as many as value heads.
+      head_dim: width K of a query and a key.
+      value_head_dim: width V of a value; 0 means K.
+      conv_size: taps of the short convolution on q, k and v; 0 leaves it out.
+      output_gate: gate the normalised read-out with silu of a projection of x.
+      chunk_size: tokens a chunk of the parallel form.
+      implementation: which form of the op to run; "auto" chooses.
+    """
+
+    num_heads: int = 4
+    num_qk_heads: int = 0
+    head_dim: int = 64
+    value_head_dim: int = 0
+    conv_size: int = 4
+    output_gate: bool = True
+    chunk_size: int = 64
+    implementation: str = "auto"
+
+    def __post_init__(self):
+        owner = type(self).__name__
+        check_sizes(
+            owner, num_heads=self.num_heads, head_dim=self.head_dim, chunk_size=self.chunk_size
+        )
+        check_sizes(
+            owner,
+            minimum=0,
+            num_qk_heads=self.num_qk_heads,
+            value_head_dim=self.value_head_dim,
+            conv_size=self.conv_size,
+        )
+        check(
+            self.num_heads % self.qk_heads == 0,
+            f"{owner}.num_heads is {self.num_heads}, which num_qk_heads {self.qk_heads} does not "
+            "divide; make num_heads a multiple of num_qk_heads.",
+        )
+
+    @property
+    def qk_heads(self) -> int:
+        """Query/key heads with the default filled in."""
+        return self.num_qk_heads or self.num_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value with the default filled in."""
+        return self.value_head_dim or self.head_dim
+
+    @property
+    def qkv_dims(self) -> dict[str, int]:
+        """Width of each projection, all heads together."""
+        qk = self.qk_heads * self.head_dim
+        return {"q": qk, "k": qk, "v": self.num_heads * self.value_dim}
+
+
+def check_feature_map(owner: str, name: str) -> None:
+    """Raises `UserError` unless `name` is a feature map that exists."""
+    check(
+        name in ops.FEATURE_MAPS,
+        f"{owner}.feature_map is {name!r}; choose one of {', '.join(sorted(ops.FEATURE_MAPS))}.",
+    )
+
+
+class RecurrentMixer(nnx.Module):
+    """x -> q, k, v -> memory -> normalised, gated read-out; see the subclasses for the memory."""
+
+    feature_map: ClassVar[str] = "identity"
+
+    def __init__(
+        self,
+        d_model: int,
+        config: Any,
+        *,
+        dtype,
+        param_dtype,
+        norm_eps: float,
+        rngs: nnx.Rngs,
+        residual_scale: float = 1.0,
+    ):
+        """`dtype` is that of activations; `residual_scale` shrinks the initial output projection."""
+        self.config = config
+        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.qkv = QKVProjection(d_model, config.qkv_dims, config.conv_size, **kinds)
+        self.read_out = ReadOut(
+            d_model,
+            config.num_heads,
+            config.value_dim,
+            gate=config.output_gate,
+            norm_eps=norm_eps,
+            residual_scale=residual_scale,
+            **kinds,
+        )
+
+    def memory(self, x_BTD, q_BTHK, k_BTHK, v_BTGV, segment_ids_BT, state) -> tuple[Any, Any]:
+        """Writes and reads; returns (o_BTGV, final state)."""
+        raise NotImplementedError
+
+    def init_state(self, batch: int) -> Any:
+        """The empty memory S_BGKV, float32 whatever the activations' dtype."""
+        c = self.config
+        return jnp.zeros((batch, c.num_heads, c.head_dim, c.value_dim), jnp.float32)
+
+    @property
+    def op_options(self) -> dict[str, Any]:
+        """Keyword arguments common to the ops."""
+        return dict(chunk_size=self.config.chunk_size, implementation=self.config.implementation)
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        *,
+        segment_ids_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+        cache: dict[str, Any] | None = None,
+    ) -> tuple[jax.Array, dict[str, Any] | None]:
+        """Mixes a batch; continues from `cache` when given.
+
+        Args:
+          x_BTD: normalised residual stream.
+          segment_ids_BT: int32 document ids, 0 for padding; None for one document a row.
+          positions_BT: ignored, a recurrent memory knows its order.
+          cache: from `init_cache` or an earlier call; its document goes on with the first real
+            token.
+
+        Returns:
+          y_BTD in the activations' dtype, and the next cache (None without one).
+        """
+        del positions_BT
+        c = self.config
+        B, T, _ = x_BTD.shape
+        qkv, conv = self.qkv(x_BTD, segment_ids_BT, None if cache is None else cache["conv"])
+        o_BTGV, state = self.memory(
+            x_BTD,
+            qkv["q"].reshape(B, T, c.qk_heads, c.head_dim),
+            qkv["k"].reshape(B, T, c.qk_heads, c.head_dim),
+            qkv["v"].reshape(B, T, c.num_heads, c.value_dim),
+            segment_ids_BT,
+            None if cache is None else cache["state"],
+        )
+        y_BTD = self.read_out(o_BTGV, x_BTD)
+        return y_BTD, None if cache is None else {"state": state, "conv": conv}
+
+    def init_cache(self, batch: int, max_length: int, dtype) -> dict[str, Any]:
+        """An empty cache: float32 state and, in `dtype`, the convolution's last inputs.
+
+        Its size does not depend on `max_length` (tokens).
+        """
+        del max_length
+        return {"state": self.init_state(batch), "conv": self.qkv.init_cache(batch, dtype)}

@@ -1,0 +1,355 @@
+"""The hybrid language model: embedding, a patterned stack of mixers, final norm, head.
+
+Shapes: B batch, T tokens, D model width, V vocabulary.
+
+The repeating groups of the pattern are stacked along a leading axis and run by one `lax.scan`, so
+compile time does not grow with depth; layers that fill no whole group follow as an unrolled tail.
+
+The residual stream is kept in the compute dtype: it is the scan's carry, the one array saved a group
+when activations are recomputed, and the published bfloat16 models keep it so. Norms, gates, states
+and logits are float32.
+
+Parameters are a plain nested dict of arrays. Modules only define: `abstract_model` splits them from
+their parameters once, and `bind` puts any dict of the same tree back under them inside a jitted
+function.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from fastweights.errors import check
+from fastweights.mixers import MIXERS, MixerConfigs
+from fastweights.mixers.layers import Linear, SwiGLU
+from fastweights.mixers.norms import RMSNorm
+from fastweights.mixers.projections import check_sizes
+from fastweights.pattern import Layout, expand
+from fastweights.sharding import constrain
+
+MLPS = ("swiglu", "none")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+EMBED_STD = 0.02
+
+# What the backward pass may keep instead of computing it anew. "names" keeps the narrow results of
+# the matrix products around each mixer and lets the wide MLP and the mixer's inside be recomputed.
+REMAT_POLICIES: dict[str, Any] = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "names": jax.checkpoint_policies.save_only_these_names("mixer_qkv", "mixer_out", "mlp_out"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Everything that fixes a model.
+
+    Attributes:
+      vocab_size: rows of the embedding, V.
+      d_model: width of the residual stream, D.
+      num_layers: mixers in the stack.
+      pattern: one letter a layer (`MIXERS`), tiled over depth.
+      mlp: "swiglu" after every mixer, or "none".
+      mlp_dim: hidden width of the MLP; 0 takes 8/3 D, rounded up to a multiple of 64.
+      tie_embeddings: use the embedding as the head too.
+      norm_eps: epsilon of every RMSNorm.
+      dtype: of activations and matrix products.
+      param_dtype: of parameters (float32 or wider for gates, whatever it says).
+      remat: what to recompute in the backward pass: "none", "full", "dots" or "names".
+      mixers: options a letter.
+
+    Raises:
+      UserError: a value outside these.
+    """
+
+    vocab_size: int
+    d_model: int
+    num_layers: int
+    pattern: str
+    mlp: str = "swiglu"
+    mlp_dim: int = 0
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-6
+    dtype: str = "bfloat16"
+    param_dtype: str = "float32"
+    remat: str = "none"
+    mixers: MixerConfigs = dataclasses.field(default_factory=MixerConfigs)
+
+    def __post_init__(self):
+        check_sizes("ModelConfig", vocab_size=self.vocab_size, d_model=self.d_model)
+        check_sizes("ModelConfig", minimum=0, mlp_dim=self.mlp_dim)
+        expand(self.pattern, self.num_layers)
+        for name, choices in (
+            ("mlp", MLPS),
+            ("dtype", DTYPES),
+            ("param_dtype", DTYPES),
+            ("remat", tuple(REMAT_POLICIES)),
+        ):
+            value = getattr(self, name)
+            check(
+                value in choices,
+                f"ModelConfig.{name} is {value!r}; choose one of {', '.join(choices)}.",
+            )
+        check(
+            self.norm_eps > 0, f"ModelConfig.norm_eps is {self.norm_eps}; give a positive number."
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """The pattern laid over the depth."""
+        return expand(self.pattern, self.num_layers)
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP with the default filled in; 0 without an MLP."""
+        if self.mlp == "none":
+            return 0
+        return self.mlp_dim or -(-8 * self.d_model // (3 * 64)) * 64
+
+
+class Block(nnx.Module):
+    """One layer: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP."""
+
+    def __init__(self, letter: str, config: ModelConfig, *, rngs: nnx.Rngs):
+        mixer_class, _ = MIXERS[letter]
+        kinds = dict(
+            dtype=jnp.dtype(config.dtype),
+            param_dtype=jnp.dtype(config.param_dtype),
+            residual_scale=(2 * config.num_layers) ** -0.5,
+            rngs=rngs,
+        )
+        norm = functools.partial(
+            RMSNorm, config.d_model, eps=config.norm_eps, param_dtype=kinds["param_dtype"]
+        )
+        self.mixer_norm = norm()
+        self.mixer = mixer_class(
+            config.d_model, getattr(config.mixers, letter), norm_eps=config.norm_eps, **kinds
+        )
+        self.has_mlp = config.mlp_width > 0
+        if self.has_mlp:
+            self.mlp_norm = norm()
+            self.mlp = SwiGLU(config.d_model, config.mlp_width, **kinds)
+
+    def __call__(self, x_BTD, *, segment_ids_BT, positions_BT, cache):
+        y_BTD, cache = self.mixer(
+            self.mixer_norm(x_BTD),
+            segment_ids_BT=segment_ids_BT,
+            positions_BT=positions_BT,
+            cache=cache,
+        )
+        x_BTD = x_BTD + checkpoint_name(y_BTD, "mixer_out")
+        if self.has_mlp:
+            x_BTD = x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "mlp_out")
+        return constrain(x_BTD, "batch", None, None), cache
+
+
+class Blocks(nnx.Module):
+    """Consecutive layers `layer_0`, `layer_1`, ...; caches are a dict by the same names."""
+
+    def __init__(self, letters: str, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.names = tuple(f"layer_{i}" for i in range(len(letters)))
+        for name, letter in zip(self.names, letters, strict=True):
+            setattr(self, name, Block(letter, config, rngs=rngs))
+
+    def __call__(self, x_BTD, *, segment_ids_BT, positions_BT, cache):
+        next_cache = {}
+        for name in self.names:
+            x_BTD, next_cache[name] = getattr(self, name)(
+                x_BTD,
+                segment_ids_BT=segment_ids_BT,
+                positions_BT=positions_BT,
+                cache=None if cache is None else cache[name],
+            )
+        return x_BTD, None if cache is None else next_cache
+
+    def init_cache(self, batch: int, max_length: int, dtype) -> dict[str, Any]:
+        return {
+            name: getattr(self, name).mixer.init_cache(batch, max_length, dtype)
+            for name in self.names
+        }
+
+
+def stack(make: Callable[[nnx.Rngs], nnx.Module], copies: int, rngs: nnx.Rngs) -> Any:
+    """`copies` equal modules as one whose parameters have a leading axis of copies.
+
+    The result is a container and not to be called: split it, then merge one slice of its parameters.
+    """
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+
+    def one(key):
+        return nnx.to_pure_dict(nnx.split(make(nnx.Rngs(key)))[1])
+
+    return nnx.merge(graphdef, jax.vmap(one)(jax.random.split(rngs.params(), copies)))
+
+
+class HybridLM(nnx.Module):
+    """A causal language model over a patterned stack of mixers.
+
+    Embedding and head start at standard deviation 0.02: a normalised final state then gives logits
+    near 0 whether or not the head is tied, so the loss starts near ln(V), and the embedding, small
+    beside the mixers' outputs, is quickly overwritten by what is learnt. See `mixers/layers.py` for
+    all other weights.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        check(
+            "float64" not in (config.dtype, config.param_dtype) or jax.config.jax_enable_x64,
+            "ModelConfig asks for float64, which JAX has switched off; set JAX_ENABLE_X64=1.",
+        )
+        self.config, layout = config, config.layout
+        param_dtype = jnp.dtype(config.param_dtype)
+        normal = jax.nn.initializers.truncated_normal(EMBED_STD)
+        shape = (config.vocab_size, config.d_model)
+        self.embedding = nnx.Param(
+            normal(rngs.params(), shape, param_dtype), logical_axes=("vocab", "embed")
+        )
+        if layout.num_groups:
+            self.groups = stack(
+                lambda rngs: Blocks(layout.group, config, rngs=rngs), layout.num_groups, rngs
+            )
+        if layout.tail:
+            self.tail = Blocks(layout.tail, config, rngs=rngs)
+        self.final_norm = RMSNorm(config.d_model, eps=config.norm_eps, param_dtype=param_dtype)
+        if not config.tie_embeddings:
+            self.head = nnx.Param(
+                normal(rngs.params(), shape[::-1], param_dtype), logical_axes=("embed", "vocab")
+            )
+
+    def __call__(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        segment_ids_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+        cache: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns (logits_BTV float32, next cache); arguments as in `hidden`."""
+        h_BTD, cache = self.hidden(
+            tokens_BT, segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, cache=cache
+        )
+        return self.unembed(h_BTD), cache
+
+    def hidden(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        segment_ids_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+        cache: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """The stream after the final norm.
+
+        Args:
+          tokens_BT: int token ids; one outside the vocabulary gives NaN.
+          segment_ids_BT: int document ids of packed rows, 0 for padding; None for one document a
+            row.
+          positions_BT: position of each token in its document; counted from the ids by default.
+          cache: from `init_cache` or an earlier call. Its document goes on with the first real
+            token, and prefill and decode in any split give what one call gives.
+
+        Returns:
+          (h_BTD in the compute dtype, next cache; None without one).
+        """
+        # Gathered over the model width first: a lookup in a table cut both ways would make the
+        # compiler move whole activations instead.
+        table_VD = constrain(self.embedding[...].astype(self.config.dtype), "vocab", None)
+        x_BTD = table_VD.at[tokens_BT].get(
+            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
+        )
+        x_BTD = constrain(x_BTD, "batch", None, None)
+        next_cache = {}
+        context = (segment_ids_BT, positions_BT)
+        if self.config.layout.num_groups:
+            graphdef, state = nnx.split(self.groups)
+            run = self._checkpointed(graphdef)
+
+            def step(x_BTD, params_cache):
+                params, cache = params_cache
+                return run(params, x_BTD, *context, cache)
+
+            xs = (nnx.to_pure_dict(state), None if cache is None else cache["groups"])
+            x_BTD, next_cache["groups"] = jax.lax.scan(step, x_BTD, xs)
+        if self.config.layout.tail:
+            graphdef, state = nnx.split(self.tail)
+            x_BTD, next_cache["tail"] = self._checkpointed(graphdef, in_scan=False)(
+                nnx.to_pure_dict(state), x_BTD, *context, None if cache is None else cache["tail"]
+            )
+        return self.final_norm(x_BTD), None if cache is None else next_cache
+
+    def _checkpointed(self, graphdef, *, in_scan: bool = True) -> Callable:
+        """`Blocks` as a pure function of its parameters, recomputed in the backward pass or not."""
+
+        def run(params, x_BTD, segment_ids_BT, positions_BT, cache):
+            return nnx.merge(graphdef, params)(
+                x_BTD, segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, cache=cache
+            )
+
+        if self.config.remat == "none":
+            return run
+        # Inside a scan nothing can be merged across the loop, so the guard against it is not needed.
+        return jax.checkpoint(
+            run, policy=REMAT_POLICIES[self.config.remat], prevent_cse=not in_scan
+        )
+
+    def unembed(self, h_BTD: jax.Array) -> jax.Array:
+        """logits_BTV in float32 (float64 for a float64 model), from `hidden`'s output."""
+        dtype = jnp.dtype(self.config.dtype)
+        head_DV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
+        return jnp.dot(
+            h_BTD,
+            head_DV.astype(dtype),
+            preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+        )
+
+    def init_cache(self, batch: int, max_length: int, dtype=None) -> dict[str, Any]:
+        """Empty caches for `batch` rows of up to `max_length` tokens.
+
+        `dtype` of keys, values and convolution inputs is the compute dtype by default; recurrent
+        states are float32 always. Caches of the scanned groups are stacked along a leading axis.
+        """
+        dtype = jnp.dtype(self.config.dtype if dtype is None else dtype)
+        cache = {}
+        if self.config.layout.num_groups:
+            copies = self.config.layout.num_groups
+            cache["groups"] = jax.tree.map(
+                lambda x: jnp.repeat(x[None], copies, axis=0),
+                self.groups.init_cache(batch, max_length, dtype),
+            )
+        if self.config.layout.tail:
+            cache["tail"] = self.tail.init_cache(batch, max_length, dtype)
+        return cache
+
+
+def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, Any], dict[str, Any]]:
+    """The model without its numbers.
+
+    Returns:
+      (graphdef, parameters as shapes and dtypes, logical axes of each parameter as a tuple of names
+      or None). The last two are nested dicts of the same tree as `init_params` returns.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0))))
+
+    def axes(node, stacked=False):
+        if isinstance(node, nnx.Variable):
+            return (("layers",) if stacked else ()) + node.logical_axes
+        return {name: axes(child, stacked or name == "groups") for name, child in node.items()}
+
+    return graphdef, nnx.to_pure_dict(state), axes(state)
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> dict[str, Any]:
+    """Fresh parameters as a plain nested dict; may run under `jax.jit`."""
+    return nnx.to_pure_dict(nnx.split(HybridLM(config, rngs=nnx.Rngs(key)))[1])
+
+
+def bind(graphdef: nnx.GraphDef, params: dict[str, Any]) -> HybridLM:
+    """Puts parameters under a model; cheap, and meant to be called inside jitted functions."""
+    return nnx.merge(graphdef, params)

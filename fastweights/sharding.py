@@ -1,0 +1,182 @@
+"""The device mesh and where every array lies on it; the only file that names mesh axes.
+
+Modules annotate parameters with logical axes ("embed", "heads", ...) and `RULES` says which mesh
+axis each one is cut along. Weights are cut over `fsdp` (their model width) and `tensor` (heads,
+hidden units, vocabulary); batches over `data` and `fsdp` together. The mesh uses Auto axis types:
+the compiler places the collectives, guided by `constrain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from fastweights.errors import UserError, check
+
+AXES = ("data", "fsdp", "tensor")
+
+# Logical axis -> mesh axis or axes. Axes named None in an annotation are replicated: norms, gates
+# and short convolutions are small, and a gather a layer would cost more than their copies.
+RULES: Mapping[str, str | tuple[str, ...] | None] = {
+    "layers": None,
+    "embed": "fsdp",
+    "heads": "tensor",
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "batch": ("data", "fsdp"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices along each mesh axis; one of them may be -1, which takes what is left."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        sizes = dataclasses.astuple(self)
+        for axis, size in zip(AXES, sizes, strict=True):
+            check(
+                size == -1 or size >= 1,
+                f"Mesh axis {axis} is {size}; give a positive number, or -1 for the rest.",
+            )
+        check(
+            sizes.count(-1) <= 1, f"Mesh {sizes} has more than one -1; leave one axis open at most."
+        )
+
+    def shape(self, num_devices: int) -> tuple[int, int, int]:
+        """The sizes with the open axis filled in.
+
+        Raises:
+          UserError: the fixed axes do not divide the number of devices, or do not use them all.
+        """
+        sizes = dataclasses.astuple(self)
+        fixed = math.prod(size for size in sizes if size != -1)
+        if -1 in sizes:
+            check(
+                num_devices % fixed == 0,
+                f"Mesh {sizes} fixes {fixed} devices, which does not divide the {num_devices} "
+                "present; change the fixed axes.",
+            )
+        else:
+            check(
+                num_devices == fixed,
+                f"Mesh {sizes} takes {fixed} devices but {num_devices} are present; "
+                "set one axis to -1 or change the sizes.",
+            )
+        data, fsdp, tensor = (num_devices // fixed if size == -1 else size for size in sizes)
+        return data, fsdp, tensor
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh `(data, fsdp, tensor)` over `devices` (all of them by default)."""
+    devices = jax.devices() if devices is None else list(devices)
+    return jax.make_mesh(
+        config.shape(len(devices)), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+    )
+
+
+def _spec(logical_axes: Sequence[str | None], name: str) -> PartitionSpec:
+    """Mesh axes of one array, from its logical axes."""
+    entries, taken = [], {}
+    for logical in logical_axes:
+        if logical is not None and logical not in RULES:
+            raise UserError(
+                f"{name} has the unknown logical axis {logical!r}; known axes are "
+                f"{', '.join(sorted(RULES))}."
+            )
+        entry = None if logical is None else RULES[logical]
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            check(
+                axis not in taken,
+                f"{name} puts two of its axes, {taken.get(axis)!r} and {logical!r}, on the mesh "
+                f"axis {axis!r}; annotate one of them with None.",
+            )
+            taken[axis] = logical
+        entries.append(entry)
+    return PartitionSpec(*entries)
+
+
+def _axis_size(mesh: Any, entry: str | tuple[str, ...] | None) -> int:
+    axes = (entry,) if isinstance(entry, str) else entry or ()
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def _fit(shape: Sequence[int], logical_axes: Sequence[str | None], mesh: Any, name: str):
+    """The partition spec of an array of this shape, or a sentence why it cannot be cut so."""
+    check(
+        len(shape) == len(logical_axes),
+        f"{name} has {len(shape)} dimensions but {len(logical_axes)} logical axes "
+        f"{tuple(logical_axes)}; name every dimension.",
+    )
+    spec = _spec(logical_axes, name)
+    for dim, (size, logical, entry) in enumerate(zip(shape, logical_axes, spec, strict=True)):
+        parts = _axis_size(mesh, entry)
+        check(
+            size % parts == 0,
+            f"{name} cannot be cut: its dimension {dim} ({logical}) is {size}, which mesh axis "
+            f"{entry!r} of size {parts} does not divide; change the size or the mesh.",
+        )
+    return spec
+
+
+def param_shardings(logical_axes: Any, abstract_params: Any, mesh: Mesh) -> Any:
+    """A `NamedSharding` for every parameter.
+
+    Args:
+      logical_axes: nested dict with a tuple of logical axis names (or None) a parameter.
+      abstract_params: the same tree with anything that has a `shape`.
+      mesh: from `make_mesh`.
+
+    Raises:
+      UserError: a dimension that its mesh axis does not divide, or two dimensions of one parameter
+        on one mesh axis; the sentence names the parameter, the dimension and the axis.
+    """
+
+    def one(path, leaf, axes):
+        name = "Parameter " + "/".join(str(key.key) for key in path)
+        return NamedSharding(mesh, _fit(leaf.shape, axes, mesh, name))
+
+    return jax.tree_util.tree_map_with_path(one, abstract_params, logical_axes)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over `data` and `fsdp`, every other dimension whole."""
+    return NamedSharding(mesh, _spec(("batch",), "A batch"))
+
+
+def check_batch(rows: int, mesh: Mesh) -> None:
+    """Raises `UserError` unless a batch of `rows` rows can be cut over the mesh."""
+    parts = _axis_size(mesh, RULES["batch"])
+    check(
+        rows % parts == 0,
+        f"A batch of {rows} rows cannot be cut over data x fsdp = {parts} devices; make it a "
+        f"multiple of {parts}.",
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A whole copy on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """Pins an activation to its logical axes; does nothing outside `jax.set_mesh`.
+
+    Without it the compiler may gather whole activations ("involuntary full rematerialization").
+
+    Raises:
+      UserError: as `param_shardings`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or np.prod(list(mesh.shape.values())) == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, _fit(x.shape, logical_axes, mesh, "An activation"))
