@@ -5,9 +5,9 @@ Shapes: B batch, T tokens, D model width, V vocabulary.
 The repeating groups of the pattern are stacked along a leading axis and run by one `lax.scan`, so
 compile time does not grow with depth; layers that fill no whole group follow as an unrolled tail.
 
-The residual stream is kept in the compute dtype: it is the scan's carry, the one array saved a group
-when activations are recomputed, and the published bfloat16 models keep it so. Norms, gates, states
-and logits are float32.
+The residual stream is kept in the compute dtype: it is the scan's carry, the one array saved a
+group when activations are recomputed, and the published bfloat16 models keep it so. Norms, gates,
+states and logits are float32.
 
 Parameters are a plain nested dict of arrays. Modules only define: `abstract_model` splits them from
 their parameters once, and `bind` puts any dict of the same tree back under them inside a jitted
@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fastweights.errors import check
 from fastweights.mixers import MIXERS, MixerConfigs
-from fastweights.mixers.layers import Linear, SwiGLU
+from fastweights.mixers.layers import SwiGLU
 from fastweights.mixers.norms import RMSNorm
 from fastweights.mixers.projections import check_sizes
 from fastweights.pattern import Layout, expand
@@ -120,7 +120,7 @@ class Block(nnx.Module):
 
     def __init__(self, letter: str, config: ModelConfig, *, rngs: nnx.Rngs):
         mixer_class, _ = MIXERS[letter]
-        kinds = dict(
+        kinds: dict[str, Any] = dict(
             dtype=jnp.dtype(config.dtype),
             param_dtype=jnp.dtype(config.param_dtype),
             residual_scale=(2 * config.num_layers) ** -0.5,
@@ -180,7 +180,8 @@ class Blocks(nnx.Module):
 def stack(make: Callable[[nnx.Rngs], nnx.Module], copies: int, rngs: nnx.Rngs) -> Any:
     """`copies` equal modules as one whose parameters have a leading axis of copies.
 
-    The result is a container and not to be called: split it, then merge one slice of its parameters.
+    The result is a container and not to be called: split it, then merge one slice of its
+    parameters.
     """
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
 
@@ -294,7 +295,7 @@ class HybridLM(nnx.Module):
 
         if self.config.remat == "none":
             return run
-        # Inside a scan nothing can be merged across the loop, so the guard against it is not needed.
+        # A loop keeps the two passes apart by itself; only unrolled layers need the guard.
         return jax.checkpoint(
             run, policy=REMAT_POLICIES[self.config.remat], prevent_cse=not in_scan
         )

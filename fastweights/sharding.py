@@ -52,7 +52,7 @@ class MeshConfig:
             sizes.count(-1) <= 1, f"Mesh {sizes} has more than one -1; leave one axis open at most."
         )
 
-    def shape(self, num_devices: int) -> tuple[int, int, int]:
+    def resolve(self, num_devices: int) -> tuple[int, int, int]:
         """The sizes with the open axis filled in.
 
         Raises:
@@ -76,11 +76,11 @@ class MeshConfig:
         return data, fsdp, tensor
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh `(data, fsdp, tensor)` over `devices` (all of them by default)."""
     devices = jax.devices() if devices is None else list(devices)
     return jax.make_mesh(
-        config.shape(len(devices)), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+        config.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
     )
 
 

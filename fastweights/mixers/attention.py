@@ -65,8 +65,8 @@ class AttentionConfig:
         turned = round(self.head_dim * self.rope_fraction)
         check(
             turned % 2 == 0 and (turned > 0 or self.rope_fraction == 0),
-            f"{owner}.rope_fraction {self.rope_fraction} of head_dim {self.head_dim} turns {turned} "
-            "channels; choose it so that the number is even and positive, or 0 for no positions.",
+            f"{owner}.rope_fraction {self.rope_fraction} of head_dim {self.head_dim} turns "
+            f"{turned} channels; choose it so that the number is even and positive, or 0 for none.",
         )
         check(
             self.rope_theta > 0, f"{owner}.rope_theta is {self.rope_theta}; give a positive number."
@@ -139,9 +139,10 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
         residual_scale: float = 1.0,
     ):
-        """`dtype` is that of activations; `residual_scale` shrinks the initial output projection."""
+        """`dtype` is of activations; `residual_scale` shrinks the initial output projection."""
         self.config = config
-        c, kinds = config, dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        c = config
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         width = c.num_heads * c.head_dim
         self.qkv = QKVProjection(d_model, c.qkv_dims, c.conv_size, **kinds)
         if c.qk_norm:
@@ -220,8 +221,8 @@ class Attention(nnx.Module):
         T, S = q_BTHK.shape[1], cache["k"].shape[1]
         check(
             T <= S,
-            f"The call brings {T} tokens but the attention cache has {S} slots; make the cache with "
-            f"max_length of at least {T}.",
+            f"The call brings {T} tokens but the attention cache has {S} slots; make the cache "
+            f"with max_length of at least {T}.",
         )
         index = cache["index"]
 
@@ -270,6 +271,8 @@ class WindowAttention(Attention):
 
     Its cache holds the last `window` real tokens and nothing else, so it never overflows.
     """
+
+    config: WindowAttentionConfig
 
     def __init__(self, d_model: int, config: WindowAttentionConfig, **kwargs):
         super().__init__(d_model, config, **kwargs)

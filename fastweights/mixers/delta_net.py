@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from fastweights import ops
@@ -24,8 +23,8 @@ class DeltaNetConfig(RecurrentConfig):
 
     Attributes:
       feature_map: name in `ops.FEATURE_MAPS`, applied to q and k before they are normalised.
-      l2_norm: scale q and k to unit length, so that beta = 1 replaces a key's value exactly. Without
-        it the memory grows wherever beta |k|^2 exceeds 2.
+      l2_norm: scale q and k to unit length, so that beta = 1 replaces a key's value exactly.
+        Without it the memory grows wherever beta |k|^2 exceeds 2.
       allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a transition can reflect
         (Grazzi et al. 2024, arXiv:2411.12537).
     """
@@ -65,7 +64,7 @@ class DeltaNet(RecurrentMixer):
     config: DeltaNetConfig
 
     def __init__(self, d_model, config, *, dtype, param_dtype, norm_eps, rngs, residual_scale=1.0):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(d_model, config, norm_eps=norm_eps, residual_scale=residual_scale, **kinds)
         self.beta = WriteStrength(
             d_model, config.num_heads, double=config.allow_neg_eigval, **kinds

@@ -71,7 +71,7 @@ class GatedDeltaNet(RecurrentMixer):
     config: GatedDeltaNetConfig
 
     def __init__(self, d_model, config, *, dtype, param_dtype, norm_eps, rngs, residual_scale=1.0):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         super().__init__(d_model, config, norm_eps=norm_eps, residual_scale=residual_scale, **kinds)
         self.beta = WriteStrength(
             d_model, config.num_heads, double=config.allow_neg_eigval, **kinds

@@ -11,6 +11,8 @@ any width, however narrow. Projections that write into the residual stream are s
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -42,7 +44,7 @@ class Linear(nnx.Module):
         self.kernel = nnx.Param(kernel * scale, logical_axes=logical_axes)
 
     def __call__(self, x: jax.Array, *, accumulate: bool = False) -> jax.Array:
-        """Applies the map to [..., in]; `accumulate` keeps the sum's own dtype, at least float32."""
+        """Maps [..., in] to [..., out]; `accumulate` keeps the sum in float32 or wider."""
         acc = jnp.promote_types(self.dtype, jnp.float32)
         return jnp.dot(
             x.astype(self.dtype),
@@ -64,7 +66,7 @@ class SwiGLU(nnx.Module):
         residual_scale: float,
         rngs: nnx.Rngs,
     ):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.gate = Linear(d_model, hidden, logical_axes=("embed", "mlp"), **kinds)
         self.up = Linear(d_model, hidden, logical_axes=("embed", "mlp"), **kinds)
         self.down = Linear(

@@ -1,7 +1,7 @@
 """Linear attention (letter `L`): keys add to a memory, queries read it.
 
-Katharopoulos et al. 2020 (arXiv:2006.16236), S_t = S_{t-1} + phi(k_t) v_t^T and o_t = S_t^T phi(q_t),
-divided by phi(q_t) . sum phi(k) when normalised.
+Katharopoulos et al. 2020 (arXiv:2006.16236): S_t = S_{t-1} + phi(k_t) v_t^T and
+o_t = S_t^T phi(q_t), divided by phi(q_t) . sum phi(k) when normalised.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class ReadOut(nnx.Module):
         residual_scale: float,
         rngs: nnx.Rngs,
     ):
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         width = num_heads * head_dim
         self.has_gate, self.dtype = gate, dtype
         self.norm = GatedRMSNorm(head_dim, eps=norm_eps, param_dtype=param_dtype)

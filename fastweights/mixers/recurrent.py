@@ -104,9 +104,10 @@ class RecurrentMixer(nnx.Module):
         rngs: nnx.Rngs,
         residual_scale: float = 1.0,
     ):
-        """`dtype` is that of activations; `residual_scale` shrinks the initial output projection."""
+        """`dtype` is of activations; `residual_scale` shrinks the initial output projection."""
         self.config = config
-        kinds = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.state_dtype = jnp.promote_types(dtype, jnp.float32)
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.qkv = QKVProjection(d_model, config.qkv_dims, config.conv_size, **kinds)
         self.read_out = ReadOut(
             d_model,
@@ -123,9 +124,9 @@ class RecurrentMixer(nnx.Module):
         raise NotImplementedError
 
     def init_state(self, batch: int) -> Any:
-        """The empty memory S_BGKV, float32 whatever the activations' dtype."""
+        """The empty memory S_BGKV, in float32 or wider whatever the activations' dtype."""
         c = self.config
-        return jnp.zeros((batch, c.num_heads, c.head_dim, c.value_dim), jnp.float32)
+        return jnp.zeros((batch, c.num_heads, c.head_dim, c.value_dim), self.state_dtype)
 
     @property
     def op_options(self) -> dict[str, Any]:
@@ -168,7 +169,7 @@ class RecurrentMixer(nnx.Module):
         return y_BTD, None if cache is None else {"state": state, "conv": conv}
 
     def init_cache(self, batch: int, max_length: int, dtype) -> dict[str, Any]:
-        """An empty cache: float32 state and, in `dtype`, the convolution's last inputs.
+        """An empty cache: the state and, in `dtype`, the convolution's last inputs.
 
         Its size does not depend on `max_length` (tokens).
         """

@@ -1,0 +1,185 @@
+"""Parameters, floating-point operations and bytes of state, from the config alone.
+
+Nothing here builds or compiles a model, and compilers' own counts are not used: they see the body of
+a loop once.
+
+Shapes: D model width, H query heads, G value heads, K key dim, V value dim, W convolution taps.
+
+What one token costs in the forward pass (a multiply and an add are 2):
+  matrix products     2 a parameter, the head included and the embedding lookup not
+  softmax attention   4 H K a key seen; causal, so the mean over a document of length T, and at most
+                      the window
+  linear attention    4 G K V: one write and one read of the state
+  delta rules         8 G K V: one decay or none, one prediction, one write, one read
+  short convolution   2 a tap and channel
+The backward pass costs twice the forward one. Recurrent mixers are counted in their recurrent form:
+what a chunked form computes on top is overhead and no work. Recomputed activations, norms and
+activation functions are not counted either.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from fastweights.errors import check
+from fastweights.model import ModelConfig
+
+INT32_BYTES = 4
+
+# Dense bfloat16 matrix products a second by `jax.Device.device_kind`, from the makers' data sheets.
+_PEAKS = (
+    ("H100", 989e12),
+    ("H200", 989e12),
+    ("A100", 312e12),
+    ("TPU v5 lite", 197e12),
+    ("TPU v5e", 197e12),
+    ("TPU v5p", 459e12),
+    ("TPU v5", 459e12),
+    ("TPU v6 lite", 918e12),
+    ("TPU v6e", 918e12),
+)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bfloat16 peak of one device in FLOP/s; None where it is not known, never a guess."""
+    return next((peak for name, peak in _PEAKS if name in device_kind), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mixer:
+    """Counts of one mixer layer: parameters in matrices and outside, and its short convolution."""
+
+    matrix: int
+    other: int
+    conv_channels: int
+    conv_size: int
+
+    @property
+    def params(self) -> int:
+        return self.matrix + self.other
+
+
+def _mixer(config: ModelConfig, letter: str) -> _Mixer:
+    c: Any = getattr(config.mixers, letter)
+    D, qkv = config.d_model, sum(c.qkv_dims.values())
+    width = c.num_heads * (c.head_dim if letter in "AW" else c.value_dim)
+    matrix = D * (qkv + width * (2 if c.output_gate else 1))
+    other = c.conv_size * qkv
+    if letter in "AW":
+        other += 2 * c.head_dim if c.qk_norm else 0
+    else:
+        other += c.value_dim
+    if letter in "DG":
+        matrix += D * c.num_heads
+    if letter == "G":
+        matrix += D * c.num_heads
+        other += 2 * c.num_heads
+    return _Mixer(matrix, other, qkv, c.conv_size)
+
+
+def param_counts(config: ModelConfig) -> dict[str, int]:
+    """Parameters by part.
+
+    Returns:
+      "embed", "mixer_<letter>" for each letter of the pattern (all its layers together), "mlp",
+      "norms" (those on the residual stream), "head" (0 when tied) and "total".
+    """
+    D, letters = config.d_model, config.layout.letters
+    counts = {"embed": config.vocab_size * D}
+    for letter, layers in collections.Counter(letters).items():
+        counts[f"mixer_{letter}"] = layers * _mixer(config, letter).params
+    counts["mlp"] = len(letters) * 3 * D * config.mlp_width
+    counts["norms"] = D * (len(letters) * (2 if config.mlp_width else 1) + 1)
+    counts["head"] = 0 if config.tie_embeddings else config.vocab_size * D
+    return counts | {"total": sum(counts.values())}
+
+
+def _mean_keys(length: int, window: int | None) -> float:
+    """Keys that a token of a causal document of `length` tokens sees on average."""
+    reach = length if window is None else min(length, window)
+    return (reach * (reach + 1) / 2 + (length - reach) * reach) / length
+
+
+def _memory_flops(config: ModelConfig, letter: str, length: int) -> float:
+    """Forward FLOPs a token of the memory itself, projections not counted."""
+    c: Any = getattr(config.mixers, letter)
+    if letter in "AW":
+        return 4 * c.num_heads * c.head_dim * _mean_keys(length, getattr(c, "window", None))
+    return (4 if letter == "L" else 8) * c.num_heads * c.head_dim * c.value_dim
+
+
+def forward_flops_per_token(config: ModelConfig, length: int) -> float:
+    """Forward FLOPs a token, averaged over one document of `length` tokens."""
+    check(length >= 1, f"FLOPs are asked for a length of {length} tokens; give at least 1.")
+    letters = config.layout.letters
+    matrices = config.vocab_size * config.d_model + len(letters) * 3 * config.d_model * (
+        config.mlp_width
+    )
+    flops = 2.0 * matrices
+    for letter, layers in collections.Counter(letters).items():
+        mixer = _mixer(config, letter)
+        conv = 2 * mixer.conv_size * mixer.conv_channels
+        flops += layers * (2 * mixer.matrix + conv + _memory_flops(config, letter, length))
+    return flops
+
+
+def train_flops_per_token(config: ModelConfig, length: int) -> float:
+    """Forward and backward FLOPs a token: three times the forward ones."""
+    return 3 * forward_flops_per_token(config, length)
+
+
+def _layer_bytes(config: ModelConfig, letter: str, slots: int, dtype: str) -> int:
+    """Bytes of memory of one layer and sequence: state, convolution inputs, keys and values."""
+    c: Any = getattr(config.mixers, letter)
+    size = jnp.dtype(dtype).itemsize
+    conv = max(c.conv_size - 1, 0) * sum(c.qkv_dims.values()) * size
+    if letter in "AW":
+        return conv + 2 * slots * c.kv_heads * c.head_dim * size
+    state = c.num_heads * c.head_dim * c.value_dim
+    if letter == "L" and c.normalize:
+        state += c.num_heads * c.head_dim
+    return conv + state * jnp.promote_types(config.dtype, jnp.float32).itemsize
+
+
+def state_bytes(
+    config: ModelConfig, context_length: int, dtype: str | None = None
+) -> dict[str, int]:
+    """Bytes that one sequence of `context_length` tokens has to be remembered in.
+
+    Recurrent states are float32; convolution inputs, keys and values are of `dtype`, the compute
+    dtype by default. A window holds no more tokens than the context has. Bookkeeping is left out.
+
+    Returns:
+      Bytes by letter (all its layers together) and "total".
+    """
+    check(context_length >= 0, f"context_length is {context_length}; give a number of tokens.")
+    counts = {}
+    for letter, layers in collections.Counter(config.layout.letters).items():
+        window = getattr(getattr(config.mixers, letter), "window", context_length)
+        slots = min(window, context_length)
+        counts[letter] = layers * _layer_bytes(config, letter, slots, dtype or config.dtype)
+    return counts | {"total": sum(counts.values())}
+
+
+def cache_bytes(
+    config: ModelConfig, batch: int, max_length: int, dtype: str | None = None
+) -> dict[str, int]:
+    """Bytes of `HybridLM.init_cache(batch, max_length, dtype)`, bookkeeping included.
+
+    Returns:
+      Bytes by letter (all its layers together) and "total".
+    """
+    counts = {}
+    for letter, layers in collections.Counter(config.layout.letters).items():
+        slots = getattr(getattr(config.mixers, letter), "window", max_length)
+        row = _layer_bytes(config, letter, slots, dtype or config.dtype)
+        if letter in "AW":
+            # A document id a slot; position and document a row.
+            row += INT32_BYTES * (slots + 2)
+        # Full attention writes at one index that all rows share.
+        counts[letter] = layers * (batch * row + (INT32_BYTES if letter == "A" else 0))
+    return counts | {"total": sum(counts.values())}
