@@ -94,10 +94,10 @@ def prepare_corpus(
         open_corpus(partial)  # A disk that filled up unnoticed shows here, before the move.
         os.chmod(partial, 0o777 & ~_umask())  # mkdtemp's folders are for their owner alone.
         os.rename(partial, out)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # The record writer knows only RuntimeError.
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
-            f"Writing {out!r} failed ({error.strerror}); free space or name another folder."
+            f"Writing {out!r} failed ({error}); free space or name another folder."
         ) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -114,6 +114,8 @@ def _write_rows(
     try:
         for row in pack_documents(documents(), tokenizer, length, counts):
             writer.write(row.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+            if not writer.ok():  # A full disk, say; closing the writer raises what it was.
+                break
     finally:
         writer.close()
     return counts

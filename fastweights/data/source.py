@@ -89,7 +89,7 @@ def _read_jsonl(path: str, text_field: str) -> Iterator[str]:
             )
             check(
                 isinstance(record[text_field], str),
-                f"{where} has a {type(record[text_field]).__name__} in {text_field!r}, not text; "
+                f"{where} holds {type(record[text_field]).__name__} in {text_field!r}, not text; "
                 "name another text field or mend the line.",
             )
             yield record[text_field]
@@ -115,7 +115,7 @@ def _read_parquet(path: str, text_field: str) -> Iterator[str]:
                 for text in batch.column(0).to_pylist():
                     check(
                         text is None or isinstance(text, str),
-                        f"{path!r} has a {type(text).__name__} in {text_field!r}, not text; "
+                        f"{path!r} holds {type(text).__name__} in {text_field!r}, not text; "
                         "name another text field.",
                     )
                     yield text or ""

@@ -91,11 +91,14 @@ class MQARConfig:
         check(bool(self.train), "mqar.train is empty; give at least one (length, pairs, weight).")
         check(bool(self.test), "mqar.test is empty; give at least one (length, pairs).")
         for name, width in (("train", 3), ("test", 2)):
-            entries = tuple(tuple(entry) for entry in getattr(self, name))
+            entries = tuple(
+                tuple(entry) if isinstance(entry, list | tuple) else (entry,)
+                for entry in getattr(self, name)
+            )
             object.__setattr__(self, name, entries)
             for entry in entries:
                 check(
-                    len(entry) == width,
+                    len(entry) == width and all(isinstance(size, int) for size in entry[:2]),
                     f"mqar.{name} has the entry {entry}, but each needs {width} numbers: "
                     f"(length, pairs{', weight' if width == 3 else ''}).",
                 )

@@ -246,6 +246,8 @@ def test_accuracy_counts_answers_only():
         ({"train": ()}, "mqar.train is empty"),
         ({"test": ()}, "mqar.test is empty"),
         ({"train": ((64, 4),)}, r"entry \(64, 4\)"),
+        ({"train": (64, 4, 1)}, r"entry \(64,\)"),
+        ({"test": ((64.5, 4),)}, r"entry \(64.5, 4\)"),
         ({"train": ((63, 4, 1),)}, "length 63 .* even"),
         ({"test": ((64, 17),)}, "17 pairs .* at least 68"),
         ({"test": ((64, 0),)}, "0 pairs; it must have at least 1"),
