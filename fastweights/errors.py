@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake: it carries a single sentence and no traceback is shown."""
+"""The exception for a user's mistake: a single sentence, shown without a traceback."""
 
 
 class UserError(ValueError):

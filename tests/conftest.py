@@ -4,5 +4,5 @@ import jax
 
 # Eight simulated devices, so that sharded code runs as it would on eight accelerators.
 jax.config.update("jax_num_cpu_devices", 8)
-# A silent broadcast of mismatched ranks has hidden shape bugs elsewhere: every broadcast is spelt out.
+# Silent broadcasts of mismatched ranks hide shape bugs: every broadcast is spelt out.
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,53 @@
+"""Evaluates a run's checkpoint and writes the results into its folder.
+
+    python eval.py --workdir runs/mqar [--step 1600] [--evals recall,length]
+
+The model and the data come from the run's own config; `--config.a.b=value` overrides fields that do
+not change the model, such as --config.data.mqar.test or --config.batch_size.
+"""
+
+import argparse
+import pathlib
+
+import jax
+
+from fastweights import cli, evals, sharding
+from fastweights import config as config_lib
+from fastweights.errors import check
+from fastweights.training import optim, run_folder
+from fastweights.training.checkpoint import Checkpoints
+from fastweights.training.state import make_blueprint
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="the run's folder")
+    parser.add_argument("--step", type=int, help="which checkpoint (default: the last)")
+    parser.add_argument("--evals", help=f"comma-separated: {', '.join(evals.EVALS)}")
+    args, overrides = cli.parse(parser, argv)
+
+    config = config_lib.override(run_folder.load_config(args.workdir), overrides)
+    names = args.evals or config.eval.final
+    evals.split_names(names)
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check_batch(config.batch_size // config.accum_steps, mesh)
+    tx = optim.make_optimizer(config.optim, config.steps)
+    blueprint = make_blueprint(config.model, tx, mesh)
+
+    with jax.set_mesh(mesh), Checkpoints(args.workdir, config.checkpoint) as checkpoints:
+        saved = checkpoints.steps()
+        check(bool(saved), f"'{args.workdir}' has no checkpoint yet; train it first.")
+        step = saved[-1] if args.step is None else args.step
+        check(
+            step in saved,
+            f"'{args.workdir}' has no checkpoint of step {step}; it has {saved}.",
+        )
+        params = checkpoints.restore_params(step, blueprint.abstract)
+        results = evals.run(names, evals.Context(config, blueprint.graphdef, mesh), params)
+    evals.write(args.workdir, step, results)
+    evals.print_tables(step, results)
+    return 0
+
+
+if __name__ == "__main__":
+    cli.run(main)

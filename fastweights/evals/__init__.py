@@ -1,0 +1,98 @@
+"""Evals by name: functions of (context, parameters), run in training, after it, or alone."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fastweights.errors import check
+from fastweights.evals import length, perplexity, recall
+from fastweights.evals.forward import Context
+from fastweights.evals.result import Result
+from fastweights.files import write_atomic
+
+EVALS: dict[str, Callable[[Context, Any], Result]] = {
+    "recall": recall.evaluate,
+    "ppl": perplexity.evaluate,
+    "length": length.evaluate,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """When and what to evaluate.
+
+    Attributes:
+      every: steps between evals in training, 0 for none.
+      during: names of the evals in training, such as "recall" or "recall,ppl".
+      final: names of the evals after the last step.
+      max_batches: limit of batches an eval reads of the held-out text; 0 for all.
+    """
+
+    every: int = 0
+    during: str = "recall"
+    final: str = "recall"
+    max_batches: int = 0
+
+    def __post_init__(self):
+        check(self.every >= 0, f"eval.every is {self.every}; use 0 (none) or more.")
+        check(self.max_batches >= 0, f"eval.max_batches is {self.max_batches}; use 0 or more.")
+        split_names(self.during)
+        split_names(self.final)
+
+
+def split_names(names: str) -> list[str]:
+    """The evals in a comma-separated list.
+
+    Raises:
+      UserError: an eval that does not exist.
+    """
+    found = [name.strip() for name in names.split(",") if name.strip()]
+    for name in found:
+        check(name in EVALS, f"eval '{name}' does not exist; known: {', '.join(EVALS)}.")
+    return found
+
+
+def run(names: str, context: Context, params: Any) -> dict[str, Result]:
+    """Runs the named evals in order."""
+    return {name: EVALS[name](context, params) for name in split_names(names)}
+
+
+def flat_metrics(results: dict[str, Result]) -> dict[str, float]:
+    """All metrics as `eval/metric`."""
+    return {
+        f"{name}/{metric}": value
+        for name, result in results.items()
+        for metric, value in result.metrics.items()
+    }
+
+
+def write(workdir: pathlib.Path, step: int, results: dict[str, Result]) -> None:
+    """One JSON file an eval and step under `evals/`: metrics and rows."""
+    (workdir / "evals").mkdir(exist_ok=True)
+    for name, result in results.items():
+        record = {"eval": name, "step": step, **dataclasses.asdict(result)}
+        write_atomic(workdir / "evals" / f"{name}-{step}.json", json.dumps(record, indent=2) + "\n")
+
+
+def print_tables(step: int, results: dict[str, Result], console: Console | None = None) -> None:
+    """A table an eval."""
+    console = console or Console(soft_wrap=True)
+    for name, result in results.items():
+        table = Table(title=f"{name} at step {step}", title_justify="left")
+        for column in result.rows[0]:
+            table.add_column(column, justify="left" if column == "slice" else "right")
+        for row in result.rows:
+            table.add_row(*(_cell(value) for value in row.values()))
+        console.print(table)
+        console.print("  ".join(f"{k} {v:.4f}" for k, v in result.metrics.items()), highlight=False)
+
+
+def _cell(value: float | int | str | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,1 @@
+"""Training: state, step, optimiser, loss, checkpoints, metrics and the run folder."""

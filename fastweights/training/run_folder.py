@@ -1,0 +1,118 @@
+"""The run folder: where training, eval, sweep, collect and plot meet.
+
+config.json     the whole configuration
+run.json        id, versions, git commit, and each start of the run
+metrics.jsonl   one JSON object a line: training and eval metrics by step
+checkpoints/    orbax, one folder a step
+evals/          one JSON file an eval and step
+DONE            written last, when all steps are trained and the final evals are on disk
+"""
+
+import importlib.metadata
+import json
+import pathlib
+import platform
+import subprocess
+import sys
+import time
+import uuid
+from typing import Any
+
+from fastweights import config as config_lib
+from fastweights.errors import UserError, check
+from fastweights.files import write_atomic
+
+VERSIONS_OF = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def open_run(workdir: pathlib.Path, config: config_lib.Config) -> dict[str, tuple[Any, Any]]:
+    """Makes or reopens the folder and stores the config.
+
+    Returns:
+      The fields that changed since the last start, all of them safe to change.
+
+    Raises:
+      UserError: the folder can't be written, or a field differs that a resumed run may not change.
+    """
+    changed = stored_differences(workdir, config)
+    refused = [name for name in changed if not config_lib.is_safe(name)]
+    if refused:
+        fields = "; ".join(
+            f"{name}: stored {changed[name][0]!r}, asked {changed[name][1]!r}" for name in refused
+        )
+        raise UserError(
+            f"'{workdir}' holds a run with another config ({fields}); "
+            "use a new --workdir or give back these values."
+        )
+    try:
+        (workdir / "evals").mkdir(parents=True, exist_ok=True)
+        write_atomic(workdir / "config.json", config_lib.to_json(config))
+        _note_start(workdir / "run.json")
+    except OSError as error:
+        raise UserError(
+            f"workdir '{workdir}' can't be written ({error.strerror}); "
+            "choose another --workdir or free it."
+        ) from error
+    return changed
+
+
+def stored_differences(
+    workdir: pathlib.Path, config: config_lib.Config
+) -> dict[str, tuple[Any, Any]]:
+    """Field -> (stored, asked) against the config in the folder; empty for a new folder."""
+    path = workdir / "config.json"
+    return config_lib.differences(load_config(workdir), config) if path.is_file() else {}
+
+
+def load_config(workdir: pathlib.Path) -> config_lib.Config:
+    """The config a run was started with.
+
+    Raises:
+      UserError: no run there, or its config can't be read.
+    """
+    path = workdir / "config.json"
+    check(path.is_file(), f"'{workdir}' holds no run (no config.json); check --workdir.")
+    try:
+        return config_lib.from_json(path.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"'{path}' is not valid JSON ({error}); restore or delete it.") from error
+
+
+def read_info(workdir: pathlib.Path) -> dict[str, Any]:
+    return json.loads((workdir / "run.json").read_text())
+
+
+def is_done(workdir: pathlib.Path) -> bool:
+    return (workdir / "DONE").is_file()
+
+
+def mark_done(workdir: pathlib.Path, step: int) -> None:
+    write_atomic(workdir / "DONE", f"{step}\n")
+
+
+def _note_start(path: pathlib.Path) -> None:
+    """Adds this start to run.json; the id stays for the life of the folder."""
+    fresh = {"id": uuid.uuid4().hex[:8], "starts": []}
+    info = json.loads(path.read_text()) if path.is_file() else fresh
+    info["starts"].append(
+        {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": platform.node(),
+            "command": sys.argv,
+            "git": git_commit(),
+            "python": platform.python_version(),
+            "versions": {name: importlib.metadata.version(name) for name in VERSIONS_OF},
+        }
+    )
+    write_atomic(path, json.dumps(info, indent=2) + "\n")
+
+
+def git_commit() -> str:
+    """The source's commit, with "+" when the tree differs from it; "" outside a checkout."""
+    source = str(pathlib.Path(__file__).parent)
+    command = ["git", "-C", source, "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

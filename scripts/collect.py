@@ -1,0 +1,92 @@
+"""Gathers finished and unfinished runs under a folder into one tidy CSV, a line a run and slice.
+
+    python scripts/collect.py runs/ratio [--eval recall] > ratio.csv
+
+A run without results of that eval gets one line, whose `status` says how far it came.
+"""
+
+import argparse
+import csv
+import json
+import pathlib
+import sys
+from typing import Any
+
+from fastweights import cli, flops, pattern
+from fastweights.config import Config
+from fastweights.errors import check
+from fastweights.training import metrics, run_folder
+
+COLUMNS = (
+    "run", "status", "pattern", "layers", "attention_share", "parameters", "state_bytes", "lr",
+    "seed", "step", "seconds", "eval", "slice", "length", "pairs", "recall", "chance", "nll",
+)  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=pathlib.Path, help="a run or a folder of runs")
+    parser.add_argument("--eval", default="recall", help="which eval's rows")
+    args, rest = cli.parse(parser, argv)
+    check(not rest, f"collect reads what is on disk and takes no overrides, got {rest}.")
+    rows = collect(args.folder, args.eval)
+    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    return 0
+
+
+def collect(folder: pathlib.Path, name: str) -> list[dict[str, Any]]:
+    """The CSV's rows, runs in order of their names.
+
+    Raises:
+      UserError: no run in the folder.
+    """
+    runs = sorted(path.parent for path in folder.glob("**/config.json"))
+    check(bool(runs), f"'{folder}' holds no run (no config.json below it); check the path.")
+    return [row for run in runs for row in run_rows(folder, run, name)]
+
+
+def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[str, Any]]:
+    """The rows of one run: its last results of the eval, else its status alone."""
+    config = run_folder.load_config(run)
+    letters = config.model.layout.letters
+    trained = metrics.read_metrics(run, "train")
+    last = trained[-1] if trained else {"step": 0, "seconds": 0.0}
+    common = {
+        "run": str(run.relative_to(folder)),
+        "pattern": config.model.pattern,
+        "layers": letters,
+        "attention_share": pattern.attention_share(letters),
+        "parameters": flops.param_counts(config.model)["total"],
+        "lr": config.optim.lr,
+        "seed": config.seed,
+        "step": last["step"],
+        "seconds": round(last["seconds"], 1),
+        "eval": name,
+    }
+    results = sorted(run.glob(f"evals/{name}-*.json"), key=lambda p: int(p.stem.split("-")[-1]))
+    if not results:
+        status = f"unfinished at step {last['step']} of {config.steps}"
+        return [{**common, "status": status, "state_bytes": state_bytes(config, {})}]
+    status = "done" if run_folder.is_done(run) else "unfinished"
+    found = json.loads(results[-1].read_text())
+    return [
+        {
+            **common,
+            **row,
+            "status": status,
+            "step": found["step"],
+            "state_bytes": state_bytes(config, row),
+        }
+        for row in found["rows"]
+    ]
+
+
+def state_bytes(config: Config, row: dict[str, Any]) -> int:
+    """Bytes one sequence of the row's length (the training length, if it has none) is kept in."""
+    return flops.state_bytes(config.model, row.get("length", config.data.length))["total"]
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,117 @@
+"""Draws recall against attention share and against state bytes from collect's CSV.
+
+    python scripts/plot.py ratio.csv --out ratio.png [--slice T64_K16]
+
+Each pattern stands at the learning rate that is best for it in the mean over seeds; the point is
+the mean over seeds and the bar reaches from the worst to the best seed.
+"""
+
+import argparse
+import collections
+import csv
+import pathlib
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from fastweights import cli
+from fastweights.errors import check
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("table", type=pathlib.Path, help="CSV from scripts/collect.py")
+    parser.add_argument("--out", required=True, type=pathlib.Path, help="PNG, SVG or PDF")
+    parser.add_argument("--slice", help="slice to draw (default: the one with most pairs)")
+    args = parser.parse_args(argv)
+    points = best_points(read_rows(args.table), args.slice)
+    draw(points, args.out)
+    for point in sorted(points, key=lambda p: -p["recall"]):
+        print(
+            f"{point['pattern']:>9}  share {point['attention_share']:.3f}  "
+            f"state {point['state_bytes']:>7,} B  recall {point['recall']:.3f} "
+            f"({point['low']:.3f} to {point['high']:.3f}, {point['seeds']} seeds, "
+            f"lr {point['lr']:g})"
+        )
+    return 0
+
+
+def read_rows(table: pathlib.Path) -> list[dict[str, str]]:
+    """The finished rows of a CSV.
+
+    Raises:
+      UserError: no file, or no finished row in it.
+    """
+    check(table.is_file(), f"'{table}' does not exist; make it with scripts/collect.py.")
+    with table.open() as lines:
+        rows = [row for row in csv.DictReader(lines) if row.get("status") == "done"]
+    check(bool(rows), f"'{table}' has no finished run; see its status column.")
+    return rows
+
+
+def best_points(rows: list[dict[str, str]], name: str | None) -> list[dict[str, Any]]:
+    """One point a pattern, at its best learning rate, for the slice `name`."""
+    name = name or max(rows, key=lambda row: (int(row["pairs"]), int(row["length"])))["slice"]
+    known = sorted({row["slice"] for row in rows})
+    check(name in known, f"slice '{name}' is not in the table; it has {', '.join(known)}.")
+    seeds = collections.defaultdict(list)
+    facts = {}
+    for row in rows:
+        if row["slice"] == name:
+            seeds[row["pattern"], float(row["lr"])].append(float(row["recall"]))
+            facts[row["pattern"]] = row
+    points = []
+    for pattern, row in facts.items():
+        lr = max(
+            (lr for p, lr in seeds if p == pattern), key=lambda lr: np.mean(seeds[pattern, lr])
+        )
+        scores = seeds[pattern, lr]
+        points.append(
+            {
+                "pattern": pattern,
+                "attention_share": float(row["attention_share"]),
+                "state_bytes": int(row["state_bytes"]),
+                "lr": lr,
+                "recall": float(np.mean(scores)),
+                "low": min(scores),
+                "high": max(scores),
+                "seeds": len(scores),
+                "slice": name,
+                "chance": float(row["chance"]),
+            }
+        )
+    return points
+
+
+def draw(points: list[dict[str, Any]], out: pathlib.Path) -> None:
+    """Two panels: recall against attention share, and against state bytes (log)."""
+    figure, (share, state) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    draw_panel(share, points, "attention_share", "share of attention layers")
+    draw_panel(state, points, "state_bytes", "state of one sequence (bytes)")
+    state.set_xscale("log")
+    share.set_ylabel(f"recall on {points[0]['slice']}")
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
+
+
+def draw_panel(axes: Axes, points: list[dict[str, Any]], key: str, label: str) -> None:
+    for point in points:
+        spread = [[point["recall"] - point["low"]], [point["high"] - point["recall"]]]
+        axes.errorbar(point[key], point["recall"], yerr=spread, fmt="o", capsize=3)
+        axes.annotate(
+            point["pattern"], (point[key], point["recall"]), (6, 4), textcoords="offset points"
+        )
+    axes.axhline(points[0]["chance"], color="grey", linestyle=":", label="chance")
+    axes.set_xlabel(label)
+    axes.set_ylim(0, 1.05)
+    axes.legend(loc="lower right")
+    axes.grid(alpha=0.3)
+
+
+if __name__ == "__main__":
+    cli.run(main)

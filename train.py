@@ -1,0 +1,232 @@
+"""Trains one run from a config, or goes on with it.
+
+    python train.py --config configs/mqar.py --workdir runs/mqar [--config.a.b=value] [--dry_run]
+
+The same command on the same workdir resumes from the last whole checkpoint, bit for bit; on a
+finished run it only evaluates. SIGTERM saves and exits with 0.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import signal
+import threading
+import time
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from fastweights import cli, evals, flops, sharding
+from fastweights import config as config_lib
+from fastweights.data import check_vocab, iterate, train_dataset, vocab_size
+from fastweights.errors import UserError
+from fastweights.training import banner, metrics, optim, run_folder
+from fastweights.training.checkpoint import Checkpoints
+from fastweights.training.multihost import initialize
+from fastweights.training.state import init_state, make_blueprint
+from fastweights.training.step import compile_step, place_batch
+
+
+def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, config_lib.Config]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", required=True, help="config file, path.py or path.py:arg")
+    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="the run's folder")
+    parser.add_argument("--dry_run", action="store_true", help="print the plan, train nothing")
+    parser.add_argument("--multihost", action="store_true", help="this is one process of several")
+    parser.add_argument("--coordinator", help="host:port of process 0 (default: ask the cluster)")
+    parser.add_argument("--num_processes", type=int, help="(default: ask the cluster)")
+    parser.add_argument("--process_id", type=int, help="(default: ask the cluster)")
+    parser.add_argument("--init_timeout", type=int, default=300, help="seconds to find the others")
+    args, overrides = cli.parse(parser, argv)
+    return args, config_lib.load(args.config, overrides)
+
+
+def main(argv: list[str] | None = None) -> int:
+    # ---- Config, processes, mesh ----------------------------------------------------------------
+    args, config = parse_args(argv)
+    if args.multihost:
+        initialize(args.coordinator, args.num_processes, args.process_id, args.init_timeout)
+    lead = jax.process_index() == 0
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check_batch(config.batch_size // config.accum_steps, mesh)
+
+    # ---- Data: batch i is a function of (seed, i), so its position is one number ----------------
+    check_vocab(vocab_size(config.data), config.model.vocab_size)
+    dataset = train_dataset(
+        config.data,
+        seed=config.seed,
+        rows=config.batch_size,
+        process_index=jax.process_index(),
+        process_count=jax.process_count(),
+    )
+
+    # ---- State and step, compiled once ----------------------------------------------------------
+    tx = optim.make_optimizer(config.optim, config.steps)
+    blueprint = make_blueprint(config.model, tx, mesh)
+    started = time.perf_counter()
+    compiled = compile_step(config, blueprint, tx, mesh)
+    if lead:
+        seconds = time.perf_counter() - started
+        print(banner.describe(config, mesh, blueprint, compiled, seconds), flush=True)
+    if args.dry_run:
+        return 0
+
+    # ---- Run folder -----------------------------------------------------------------------------
+    finished_before = run_folder.is_done(args.workdir)
+    wandb_run = None
+    if lead:
+        for name, (old, new) in run_folder.open_run(args.workdir, config).items():
+            print(f"config field {name} changes from {old!r} to {new!r}")
+        run_id = run_folder.read_info(args.workdir)["id"]
+        fields = config_lib.flat(config)
+        wandb_run = metrics.start_wandb(config.log, args.workdir, run_id, fields)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+        checkpoints = stack.enter_context(Checkpoints(args.workdir, config.checkpoint))
+
+        # ---- Restore: the run's own last whole checkpoint, else a fresh state -------------------
+        saved = checkpoints.steps()
+        if saved:
+            step = saved[-1]
+            state, position = checkpoints.restore(step, blueprint.abstract)
+        else:
+            step, position = 0, 0
+            state = init_state(config.model, tx, blueprint, config.seed)
+        if step > config.steps:
+            raise UserError(
+                f"'{args.workdir}' is at step {step}, beyond steps={config.steps}; raise steps."
+            )
+        batches = iterate(dataset)
+        grain.experimental.set_next_index(batches, position)
+        context = evals.Context(config, blueprint.graphdef, mesh)
+        log = metrics.MetricsLog(args.workdir, step=step, lead=lead, wandb_run=wandb_run)
+        stack.callback(log.close)
+        progress = metrics.Progress(config.steps, step, seconds=log.seconds, quiet=not lead)
+        stack.callback(progress.close)
+        if saved:
+            only = ": this run is finished, evaluating only" if finished_before else ""
+            progress.say(f"resuming from step {step} of {config.steps}{only}")
+
+        # ---- Loop: eval, save, next batch, step, in this order ----------------------------------
+        schedule = optim.schedule(config.optim, config.steps)
+        rates = np.asarray(jax.vmap(schedule)(np.arange(config.steps)))
+        tokens = config.batch_size * config.data.length
+        work = tokens * flops.train_flops_per_token(config.model, config.data.length)
+        peak = flops.peak_flops(jax.devices()[0].device_kind)
+        peak_all = peak and peak * jax.device_count()
+        names = [
+            "params." + ".".join(optim.path_names(p))
+            for p, _ in jax.tree_util.tree_flatten_with_path(blueprint.abstract["params"])[0]
+        ]
+        resumed_at = step if saved else -1
+        stop = _stop_on_sigterm()
+        profiling = False
+
+        def finish_step(number: int, pending: Any) -> None:
+            """Reads the metrics of step `number`, which the device may still be working on."""
+            values = jax.device_get(pending)
+            if not values["finite"]:
+                _not_finite(config, number, values, names, progress, checkpoints)
+            if number % config.log.every == 0 or number in (1, config.steps):
+                record = {k: float(v) for k, v in values.items() if v.ndim == 0}
+                record["lr"] = float(rates[number - 1])
+                record |= progress.interval(number, tokens, work, peak_all)
+                log.write("train", number, record)
+                progress.line(number, record)
+            progress.advance(number)
+
+        pending = None
+        while True:
+            ending = step == config.steps or stop.is_set()
+            results = {}
+            if step > 0 and step != resumed_at:
+                due_eval = config.eval.every > 0 and step % config.eval.every == 0
+                due_save = ending or step % config.checkpoint.every == 0
+                if (due_eval or due_save) and pending is not None:
+                    finish_step(step, pending)
+                    pending = None
+                if due_eval:
+                    results = evals.flat_metrics(
+                        evals.run(config.eval.during, context, state["params"])
+                    )
+                    log.write("eval", step, results)
+                    shown = "  ".join(f"{k} {v:.4f}" for k, v in results.items())
+                    progress.say(f"  eval at step {step}: {shown}")
+                if due_save:
+                    checkpoints.save(step, state, data_position=position, evals=results)
+                if due_eval or due_save:
+                    progress.restart_clock()
+            if ending:
+                break
+
+            if config.log.profile_start and step == config.log.profile_start:
+                jax.profiler.start_trace(str(args.workdir / "profile"))
+                profiling = True
+            waiting = time.perf_counter()
+            batch = next(batches)
+            progress.waited(time.perf_counter() - waiting)
+            with (
+                jax.transfer_guard("disallow"),
+                jax.profiler.StepTraceAnnotation("train", step_num=step),
+            ):
+                state, new_pending = compiled(state, place_batch(batch, mesh))
+            step, position = step + 1, position + 1
+            # The step before is read only now, while the device works on this one.
+            if pending is not None:
+                finish_step(step - 1, pending)
+            pending = new_pending
+            if profiling and step >= config.log.profile_start + config.log.profile_steps:
+                jax.block_until_ready(state)
+                jax.profiler.stop_trace()
+                profiling = False
+
+        checkpoints.wait()
+        if step < config.steps:
+            progress.say(f"stopped by SIGTERM; saved at step {step}, the same command goes on")
+            return 0
+
+        # ---- Final evals ------------------------------------------------------------------------
+        final = evals.run(config.eval.final, context, state["params"])
+        log.write("final", step, evals.flat_metrics(final))
+        if lead:
+            evals.write(args.workdir, step, final)
+            evals.print_tables(step, final)
+            run_folder.mark_done(args.workdir, step)
+            progress.say(f"done: {args.workdir}")
+    return 0
+
+
+def _stop_on_sigterm() -> threading.Event:
+    """An event that SIGTERM sets; the loop looks at it between two steps."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    return stop
+
+
+def _not_finite(
+    config: config_lib.Config,
+    step: int,
+    values: dict[str, Any],
+    names: list[str],
+    progress: metrics.Progress,
+    checkpoints: Checkpoints,
+) -> None:
+    """Ends the run, or says that the update was dropped, as the config wants it."""
+    bad = [name for name, is_bad in zip(names, values["bad_gradients"], strict=True) if is_bad]
+    cause = f"loss is {values['loss']}, gradient norm {values['grad_norm']}"
+    if bad:
+        cause += f", not finite in {len(bad)} of {len(names)} gradients (first: {bad[0]})"
+    if config.optim.nonfinite == "skip":
+        progress.say(f"step {step}: {cause}; update skipped")
+        return
+    raise UserError(
+        f"step {step}: {cause}; stopped before its update (checkpoints: "
+        f"{checkpoints.steps() or 'none'}): lower optim.lr, or set optim.nonfinite=skip."
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main)
