@@ -15,7 +15,7 @@ query/key head j // (G // H)), K key dim, V value dim.
 import jax
 import jax.numpy as jnp
 
-from fastweights.ops import checks, reference, segments
+from fastweights.ops import checks, chunked, reference, scan, segments
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
@@ -216,7 +216,13 @@ def _run(
     if segment_ids is not None:
         document_BT, valid_BT = segments.find_documents(segment_ids)
         inputs = jax.tree.map(lambda x: segments.select_real(x, valid_BT), inputs)
-    o_BTGV, state = reference.core(*inputs, state, document_BT, scale=factor)
+    if implementation == "reference" or (implementation == "auto" and length == 1):
+        o_BTGV, state = reference.core(*inputs, state, document_BT, scale=factor)
+    else:
+        # A chunk longer than the row would only hold padding.
+        size = min(chunk_size, max(16, 1 << (length - 1).bit_length()))
+        core = scan.core if implementation == "scan" else chunked.core
+        o_BTGV, state = core(*inputs, state, document_BT, scale=factor, chunk_size=size)
     if valid_BT is not None:
         # The inputs are zero at padding, so o is too: this select is for the cotangent, which may
         # hold anything there.

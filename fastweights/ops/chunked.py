@@ -1,0 +1,313 @@
+"""The recurrent rules in chunks, with a hand-written gradient.
+
+Inside a chunk of C tokens with incoming state S the recurrence of `reference.py` has a closed form.
+With G the running sum of g, and per value head
+
+    D_ij = e^(G_i - G_j) for j <= i in the same document, else 0     (within)
+    a_i  = e^G_i          where the incoming state's document goes on (read)
+    b_j  = e^(G_C - G_j)  where the document reaches the chunk's end  (write)
+    c    = e^G_C          where one document spans the whole chunk    (keep)
+    T    = (I + strictly_lower(diag(beta) K K^T))^-1 * D              (elementwise product)
+
+the corrected values, outputs and next state are
+
+    U = T diag(beta) (V - diag(a) K S),  O = scale (diag(a) Q S + (Q K^T * D) U),
+    S' = c S + K^T diag(b) U.
+
+Without beta U = V; without g the factors are masks of 0 and 1. D commutes with the inverse because
+it is diagonal scaling within a document, so the inverse is free of decay and no exponent is ever
+positive. The chunked delta rule is from Yang et al. 2024, arXiv 2406.06484, its gate from Yang et
+al. 2024, arXiv 2412.06464. Documents are masks on the four factors, never decays: a huge negative
+g would ruin the running sum, and inf - inf is NaN.
+
+Shapes: B batch, T tokens, H query/key heads, G value heads, R = G // H value heads per query/key
+head, K key dim, V value dim, C chunk, N chunks. Axes of size 1 broadcast.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fastweights.ops import state_passing
+from fastweights.ops.triangular import unit_lower_inverse
+
+# One decay step below e^-50 = 2e-22 empties the state in float32 and float64 alike. Stronger gates
+# are cut here: a single g = -1e6 would leave the running sum of the milder ones after it with an
+# absolute error of 0.4. Their gradient, below 2e-22 in truth, is exactly zero.
+MIN_LOG_DECAY = -50.0
+# g is split into a multiple of this grain and a remainder. Sums of the multiples are exact, so
+# differences of the running sum keep full relative accuracy behind strong gates.
+LOG_DECAY_GRAIN = 2.0**-8
+
+einsum = functools.partial(jnp.einsum, precision="highest")
+
+
+class Decays(NamedTuple):
+    """The four factors of the module docstring."""
+
+    within_NBHRCC: jax.Array
+    read_NBHRC: jax.Array
+    write_NBHRC: jax.Array
+    keep_NBHR: jax.Array
+
+
+class Chunks(NamedTuple):
+    """Inputs cut into chunks, padded at the end with tokens that do nothing."""
+
+    q_NBHCK: jax.Array
+    k_NBHCK: jax.Array
+    v_NBHRCV: jax.Array
+    g_NBHRC: jax.Array | None
+    beta_NBHRC: jax.Array | None
+    document_NBC: jax.Array | None
+
+
+def _cut(x: jax.Array, size: int, split: tuple[int, ...]) -> jax.Array:
+    """[B, T, heads, ...] -> [N, B, *split, C, ...] where split multiplies up to heads."""
+    batch, length = x.shape[:2]
+    count = -(-length // size)
+    x = jnp.pad(x, ((0, 0), (0, count * size - length)) + ((0, 0),) * (x.ndim - 2))
+    x = x.reshape(batch, count, size, *split, *x.shape[3:])
+    chunk_axis = 2 + len(split)
+    return jnp.moveaxis(jnp.moveaxis(x, 2, chunk_axis), 1, 0)
+
+
+def _join(x: jax.Array, length: int, like: jax.Array) -> jax.Array:
+    """Undoes `_cut`: to the shape and dtype of an input."""
+    rank_behind = like.ndim - 3
+    chunk_axis = x.ndim - 1 - rank_behind
+    x = jnp.moveaxis(jnp.moveaxis(x, 0, 1), chunk_axis, 2)
+    x = x.reshape(like.shape[0], -1, *like.shape[2:])
+    return x[:, :length].astype(like.dtype)
+
+
+def _chunks(q_BTHK, k_BTHK, v_BTGV, g_BTG, beta_BTG, document_BT, size: int, acc) -> Chunks:
+    heads = q_BTHK.shape[2]
+    grouped = (heads, v_BTGV.shape[2] // heads)
+
+    def cut(x, split):
+        return None if x is None else _cut(x.astype(acc), size, split)
+
+    document_NBC = None
+    if document_BT is not None:
+        padding = -document_BT.shape[1] % size
+        padded_BT = jnp.pad(document_BT, ((0, 0), (0, padding)), mode="edge")
+        document_NBC = jnp.moveaxis(padded_BT.reshape(padded_BT.shape[0], -1, size), 1, 0)
+    return Chunks(
+        cut(q_BTHK, (heads,)),
+        cut(k_BTHK, (heads,)),
+        cut(v_BTGV, grouped),
+        cut(g_BTG, grouped),
+        cut(beta_BTG, grouped),
+        document_NBC,
+    )
+
+
+def _decays(chunks: Chunks) -> Decays:
+    acc, size = chunks.q_NBHCK.dtype, chunks.q_NBHCK.shape[-2]
+    within = jnp.tril(jnp.ones((size, size), bool))[None, None, None, None]
+    read = write = jnp.ones((1, 1, 1, 1, 1), bool)
+    keep = jnp.ones((1, 1, 1, 1), bool)
+    if chunks.document_NBC is not None:
+        document_NBC = chunks.document_NBC
+        end_NB = document_NBC[:, :, -1]
+        carried_NB = jnp.pad(end_NB[:-1], ((1, 0), (0, 0)))
+        same_NBCC = document_NBC[:, :, :, None] == document_NBC[:, :, None, :]
+        within = within & same_NBCC[:, :, None, None]
+        read = (document_NBC == carried_NB[:, :, None])[:, :, None, None]
+        write = (document_NBC == end_NB[:, :, None])[:, :, None, None]
+        keep = (end_NB == carried_NB)[:, :, None, None]
+    if chunks.g_NBHRC is None:
+        return Decays(within.astype(acc), read.astype(acc), write.astype(acc), keep.astype(acc))
+
+    g_NBHRC = jnp.maximum(chunks.g_NBHRC, MIN_LOG_DECAY)
+    coarse = jnp.round(g_NBHRC / LOG_DECAY_GRAIN) * LOG_DECAY_GRAIN
+    sums = tuple(jnp.cumsum(part, axis=-1) for part in (coarse, g_NBHRC - coarse))
+
+    def exp_where(mask, exponent):
+        # Masked before exp: above the diagonal the exponent is positive and may overflow.
+        return jnp.exp(jnp.where(mask, exponent, -jnp.inf))
+
+    return Decays(
+        exp_where(within, sum(x[..., :, None] - x[..., None, :] for x in sums)),
+        exp_where(read, sums[0] + sums[1]),
+        exp_where(write, sum(x[..., -1:] - x for x in sums)),
+        exp_where(keep, sums[0][..., -1] + sums[1][..., -1]),
+    )
+
+
+class _Saved(NamedTuple):
+    """What the backward pass keeps beside the inputs; all linear in T."""
+
+    states_NBHRKV: jax.Array
+    u_NBHRCV: jax.Array
+    inverse_NBHRCC: jax.Array | None
+
+
+def _forward(chunks: Chunks, decays: Decays, S_BHRKV, scale: float, passing):
+    """(outputs in chunks, final state, what the gradient needs)."""
+    q, k, v, _, beta, _ = chunks
+    within, read, write, keep = decays
+    inverse = w = None
+    if beta is None:
+        u_local = v
+    else:
+        inverse = _inverse(k, beta)
+        u_local = einsum("nbhrij,nbhrjv->nbhriv", inverse * within * beta[..., None, :], v)
+        w = _w(inverse, beta, read, k)
+    states, u, S_BHRKV = passing.forward(w, u_local, k, write, keep, S_BHRKV)
+    scores = einsum("nbhik,nbhjk->nbhij", q, k)[:, :, :, None] * within
+    o = einsum("nbhrij,nbhrjv->nbhriv", scores, u)
+    o = o + read[..., None] * einsum("nbhik,nbhrkv->nbhriv", q, states)
+    return scale * o, S_BHRKV, _Saved(states, u, inverse)
+
+
+def _inverse(k, beta):
+    gram = einsum("nbhik,nbhjk->nbhij", k, k)[:, :, :, None]
+    return unit_lower_inverse(jnp.tril(beta[..., None] * gram, -1))
+
+
+def _w(inverse, beta, read, k):
+    """T diag(beta) diag(a) K, written so that only read carries a decay."""
+    return read[..., None] * einsum("nbhrij,nbhjk->nbhrik", inverse * beta[..., None, :], k)
+
+
+def _backward(chunks: Chunks, saved: _Saved, scale: float, passing, do, dS_BHRKV):
+    """Gradients of all inputs in chunks, and of the initial state.
+
+    dg is summed from the products that each decay factor took part in, rather than from the closed
+    form <q, dq> - <k, dk> + ..., whose terms cancel almost wholly under strong decay.
+    """
+    q, k, v, g, beta, _ = chunks
+    states, u, inverse = saved
+    decays = _decays(chunks)
+    within, read, write, keep = decays
+    do = scale * do
+    qk = einsum("nbhik,nbhjk->nbhij", q, k)[:, :, :, None]
+
+    w = t = None
+    du = einsum("nbhrij,nbhriv->nbhrjv", qk * within, do)
+    dS_read = einsum("nbhik,nbhriv->nbhrkv", q, read[..., None] * do)
+    if beta is not None:
+        w = _w(inverse, beta, read, k)
+        t = inverse * within
+    dstates, du, dS_initial = passing.backward(w, du, dS_read, k, write, keep, dS_BHRKV)
+
+    dscores = einsum("nbhriv,nbhrjv->nbhrij", do, u) * within
+    dq_read = read[..., None] * einsum("nbhriv,nbhrkv->nbhrik", do, states)
+    dk_write = write[..., None] * einsum("nbhrjv,nbhrkv->nbhrjk", u, dstates)
+    dscores_sum = jnp.sum(dscores, axis=3)
+    dq = einsum("nbhij,nbhjk->nbhik", dscores_sum, k) + jnp.sum(dq_read, axis=3)
+    dk = einsum("nbhij,nbhik->nbhjk", dscores_sum, q) + jnp.sum(dk_write, axis=3)
+
+    pairs = dscores * qk
+    reads = jnp.sum(dq_read * q[:, :, :, None], axis=-1)
+    dbeta = None
+    if beta is None:
+        dv = du
+    else:
+        gram = einsum("nbhik,nbhjk->nbhij", k, k)[:, :, :, None]
+        y = einsum("nbhrij,nbhriv->nbhrjv", t, du)
+        dv = beta[..., None] * y
+        dL = -jnp.tril(einsum("nbhriv,nbhrjv->nbhrij", y, u) * within, -1)
+        dk_read = -read[..., None] * einsum("nbhriv,nbhrkv->nbhrik", y, states)
+        errors = jnp.sum(dk_read * k[:, :, :, None], axis=-1)
+        dbeta = jnp.sum(y * v, axis=-1) + jnp.sum(dL * gram, axis=-1) + errors
+        dgram = beta[..., None] * dL
+        pairs = pairs + dgram * gram
+        reads = reads + beta * errors
+        dgram_sum = jnp.sum(dgram, axis=3)
+        dgram_sum = dgram_sum + jnp.swapaxes(dgram_sum, -1, -2)
+        dk = dk + einsum("nbhij,nbhjk->nbhik", dgram_sum, k)
+        dk = dk + jnp.sum(beta[..., None] * dk_read, axis=3)
+    dg = None
+    if g is not None:
+        writes = jnp.sum(dk_write * k[:, :, :, None], axis=-1)
+        kept = keep * jnp.sum(dstates * states, axis=(-1, -2))
+        dg = _decay_gradient(pairs, reads, writes, kept)
+        dg = jnp.where(g > MIN_LOG_DECAY, dg, 0.0)
+    return dq, dk, dv, dg, dbeta, dS_initial
+
+
+def _decay_gradient(pairs, reads, writes, kept):
+    """dg_t: every factor whose exponent contains g_t, times that factor's gradient.
+
+    Those are D_ij with j < t <= i, a_i with i >= t, b_j with j < t, and c.
+    """
+    size = pairs.shape[-1]
+    from_here = jnp.triu(jnp.ones((size, size), pairs.dtype))
+    before = 1.0 - from_here
+    later = einsum("ti,nbhrij->nbhrtj", from_here, pairs) * before[None, None, None, None]
+    dg = jnp.sum(later, axis=-1) + kept[..., None]
+    dg = dg + einsum("ti,nbhri->nbhrt", from_here, reads)
+    return dg + einsum("tj,nbhrj->nbhrt", before, writes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
+def _core(q, k, v, g, beta, initial_state, document, scale, chunk_size, passing):
+    return _core_forward(q, k, v, g, beta, initial_state, document, scale, chunk_size, passing)[0]
+
+
+def _core_forward(q, k, v, g, beta, initial_state, document, scale, chunk_size, passing):
+    acc = initial_state.dtype
+    batch, length, heads, key_dim = q.shape
+    value_heads, value_dim = v.shape[2:]
+    chunks = _chunks(q, k, v, g, beta, document, chunk_size, acc)
+    S_BHRKV = initial_state.reshape(batch, heads, value_heads // heads, key_dim, value_dim)
+    o, S_BHRKV, saved = _forward(chunks, _decays(chunks), S_BHRKV, scale, passing)
+    out = _join(o, length, v), S_BHRKV.reshape(initial_state.shape)
+    return out, ((q, k, v, g, beta, document), saved)
+
+
+def _core_backward(scale, chunk_size, passing, residuals, cotangents):
+    inputs, saved = residuals
+    do, dS = cotangents
+    acc = dS.dtype
+    length, heads = inputs[0].shape[1:3]
+    chunks = _chunks(*inputs, chunk_size, acc)
+    do = _cut(do.astype(acc), chunk_size, (heads, do.shape[2] // heads))
+    dS_BHRKV = dS.reshape(saved.states_NBHRKV.shape[1:])
+    *gradients, dS_initial = _backward(chunks, saved, scale, passing, do, dS_BHRKV)
+    joined = (
+        None if x is None else _join(x, length, like)
+        for x, like in zip(gradients, inputs[:5], strict=True)
+    )
+    return *joined, dS_initial.reshape(dS.shape), None
+
+
+_core.defvjp(_core_forward, _core_backward)
+
+
+def core(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTGV: jax.Array,
+    g_BTG: jax.Array | None,
+    beta_BTG: jax.Array | None,
+    initial_state_BGKV: jax.Array,
+    document_BT: jax.Array | None,
+    *,
+    scale: float,
+    chunk_size: int,
+    passing: "state_passing.StatePassing" = state_passing.SEQUENTIAL,
+) -> tuple[jax.Array, jax.Array]:
+    """Arguments and results as in `reference.core`.
+
+    Further args:
+      chunk_size: a power of two, at least 16.
+      passing: how states travel from chunk to chunk.
+    """
+    return _core(
+        q_BTHK,
+        k_BTHK,
+        v_BTGV,
+        g_BTG,
+        beta_BTG,
+        initial_state_BGKV,
+        document_BT,
+        scale,
+        chunk_size,
+        passing,
+    )
