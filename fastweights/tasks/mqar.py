@@ -91,7 +91,7 @@ class MQARConfig:
         check(bool(self.train), "mqar.train is empty; give at least one (length, pairs, weight).")
         check(bool(self.test), "mqar.test is empty; give at least one (length, pairs).")
         for name, width in (("train", 3), ("test", 2)):
-            entries = tuple(
+            entries: tuple[tuple, ...] = tuple(
                 tuple(entry) if isinstance(entry, list | tuple) else (entry,)
                 for entry in getattr(self, name)
             )

@@ -213,7 +213,7 @@ def test_eval_rows_keep_every_example_once_and_pad_the_rest():
     assert (batch["targets"] >= 0).sum() == 7 * 16
 
 
-def test_train_and_eval_streams_never_meet():
+def test_train_and_eval_streams_never_meet(monkeypatch):
     tags = {TRAIN_STREAM, EVAL_STREAM}
     assert len(tags) == 2
     words = list(itertools.product((0, 1, 2, 2**32 - 1), (0, 1, 2, 64 + (16 << 32))))
@@ -221,6 +221,14 @@ def test_train_and_eval_streams_never_meet():
         str(stream(seed, tag, index).bit_generator.state) for tag in tags for seed, index in words
     }
     assert len(states) == 2 * len(words)
+
+    seeds = []
+    monkeypatch.setattr(
+        "fastweights.tasks.mqar.stream", lambda *words: seeds.append(words) or stream(*words)
+    )
+    train_batch(SMALL, seed=SMALL.test_seed, index=64, rows=1, length=64)
+    eval_rows(SMALL, Slice(64, 16), 64)
+    assert [tag for _, tag, *_ in seeds] == [TRAIN_STREAM, EVAL_STREAM]
 
     # The index whose 32-bit words spell the evaluation slice: only the tag keeps them apart.
     wanted = {row.tobytes() for row in eval_rows(SMALL, Slice(64, 16), 64)["tokens"]}
