@@ -53,8 +53,20 @@ class Decays(NamedTuple):
     keep_NBHR: jax.Array
 
 
+class Group(NamedTuple):
+    """A run of whole chunks: the inputs as given, and the document number before them."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array | None
+    beta: jax.Array | None
+    document: jax.Array | None
+    carried_B: jax.Array | None
+
+
 class Chunks(NamedTuple):
-    """Inputs cut into chunks, padded at the end with tokens that do nothing."""
+    """A group cut into chunks."""
 
     q_NBHCK: jax.Array
     k_NBHCK: jax.Array
@@ -62,46 +74,51 @@ class Chunks(NamedTuple):
     g_NBHRC: jax.Array | None
     beta_NBHRC: jax.Array | None
     document_NBC: jax.Array | None
+    carried_NB: jax.Array | None
 
 
-def _cut(x: jax.Array, size: int, split: tuple[int, ...]) -> jax.Array:
-    """[B, T, heads, ...] -> [N, B, *split, C, ...] where split multiplies up to heads."""
-    batch, length = x.shape[:2]
-    count = -(-length // size)
-    x = jnp.pad(x, ((0, 0), (0, count * size - length)) + ((0, 0),) * (x.ndim - 2))
-    x = x.reshape(batch, count, size, *split, *x.shape[3:])
-    chunk_axis = 2 + len(split)
-    return jnp.moveaxis(jnp.moveaxis(x, 2, chunk_axis), 1, 0)
+def _group(x: jax.Array, count: int, tokens: int, *, edge: bool = False) -> jax.Array:
+    """[B, T, ...] -> [count, B, tokens, ...], padded at the end."""
+    missing = count * tokens - x.shape[1]
+    pads = ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2)
+    x = jnp.pad(x, pads, mode="edge" if edge else "constant")
+    return jnp.moveaxis(x.reshape(x.shape[0], count, tokens, *x.shape[2:]), 1, 0)
 
 
-def _join(x: jax.Array, length: int, like: jax.Array) -> jax.Array:
+def _ungroup(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Undoes `_group`."""
+    return jnp.moveaxis(x, 0, 1).reshape(like.shape[0], -1, *like.shape[2:])[:, : like.shape[1]]
+
+
+def _cut(x: jax.Array, size: int, split: tuple[int, ...], acc) -> jax.Array:
+    """[B, n C, heads, ...] -> [n, B, *split, C, ...] where split multiplies up to heads."""
+    x = x.astype(acc).reshape(x.shape[0], -1, size, *split, *x.shape[3:])
+    return jnp.moveaxis(jnp.moveaxis(x, 2, 2 + len(split)), 1, 0)
+
+
+def _join(x: jax.Array, like: jax.Array) -> jax.Array:
     """Undoes `_cut`: to the shape and dtype of an input."""
-    rank_behind = like.ndim - 3
-    chunk_axis = x.ndim - 1 - rank_behind
+    chunk_axis = x.ndim - 1 - (like.ndim - 3)
     x = jnp.moveaxis(jnp.moveaxis(x, 0, 1), chunk_axis, 2)
-    x = x.reshape(like.shape[0], -1, *like.shape[2:])
-    return x[:, :length].astype(like.dtype)
+    return x.reshape(like.shape).astype(like.dtype)
 
 
-def _chunks(q_BTHK, k_BTHK, v_BTGV, g_BTG, beta_BTG, document_BT, size: int, acc) -> Chunks:
-    heads = q_BTHK.shape[2]
-    grouped = (heads, v_BTGV.shape[2] // heads)
-
-    def cut(x, split):
-        return None if x is None else _cut(x.astype(acc), size, split)
-
-    document_NBC = None
-    if document_BT is not None:
-        padding = -document_BT.shape[1] % size
-        padded_BT = jnp.pad(document_BT, ((0, 0), (0, padding)), mode="edge")
-        document_NBC = jnp.moveaxis(padded_BT.reshape(padded_BT.shape[0], -1, size), 1, 0)
+def _chunks(group: Group, size: int, acc) -> Chunks:
+    q, k, v, g, beta, document, carried_B = group
+    heads = (q.shape[2],)
+    grouped = (q.shape[2], v.shape[2] // q.shape[2])
+    document_NBC = carried_NB = None
+    if document is not None and carried_B is not None:
+        document_NBC = jnp.moveaxis(document.reshape(document.shape[0], -1, size), 1, 0)
+        carried_NB = jnp.concatenate([carried_B[None], document_NBC[:-1, :, -1]])
     return Chunks(
-        cut(q_BTHK, (heads,)),
-        cut(k_BTHK, (heads,)),
-        cut(v_BTGV, grouped),
-        cut(g_BTG, grouped),
-        cut(beta_BTG, grouped),
+        _cut(q, size, heads, acc),
+        _cut(k, size, heads, acc),
+        _cut(v, size, grouped, acc),
+        None if g is None else _cut(g, size, grouped, acc),
+        None if beta is None else _cut(beta, size, grouped, acc),
         document_NBC,
+        carried_NB,
     )
 
 
@@ -110,10 +127,9 @@ def _decays(chunks: Chunks) -> Decays:
     within = jnp.tril(jnp.ones((size, size), bool))[None, None, None, None]
     read = write = jnp.ones((1, 1, 1, 1, 1), bool)
     keep = jnp.ones((1, 1, 1, 1), bool)
-    if chunks.document_NBC is not None:
-        document_NBC = chunks.document_NBC
+    document_NBC, carried_NB = chunks.document_NBC, chunks.carried_NB
+    if document_NBC is not None and carried_NB is not None:
         end_NB = document_NBC[:, :, -1]
-        carried_NB = jnp.pad(end_NB[:-1], ((1, 0), (0, 0)))
         same_NBCC = document_NBC[:, :, :, None] == document_NBC[:, :, None, :]
         within = within & same_NBCC[:, :, None, None]
         read = (document_NBC == carried_NB[:, :, None])[:, :, None, None]
@@ -124,7 +140,8 @@ def _decays(chunks: Chunks) -> Decays:
 
     g_NBHRC = jnp.maximum(chunks.g_NBHRC, MIN_LOG_DECAY)
     coarse = jnp.round(g_NBHRC / LOG_DECAY_GRAIN) * LOG_DECAY_GRAIN
-    sums = tuple(jnp.cumsum(part, axis=-1) for part in (coarse, g_NBHRC - coarse))
+    lower = jnp.tril(jnp.ones((size, size), acc))
+    sums = tuple(einsum("ij,nbhrj->nbhri", lower, part) for part in (coarse, g_NBHRC - coarse))
 
     def exp_where(mask, exponent):
         # Masked before exp: above the diagonal the exponent is positive and may overflow.
@@ -148,7 +165,7 @@ class _Saved(NamedTuple):
 
 def _forward(chunks: Chunks, decays: Decays, S_BHRKV, scale: float, passing):
     """(outputs in chunks, final state, what the gradient needs)."""
-    q, k, v, _, beta, _ = chunks
+    q, k, v, _, beta, *_ = chunks
     within, read, write, keep = decays
     inverse = w = None
     if beta is None:
@@ -180,19 +197,18 @@ def _backward(chunks: Chunks, saved: _Saved, scale: float, passing, do, dS_BHRKV
     dg is summed from the products that each decay factor took part in, rather than from the closed
     form <q, dq> - <k, dk> + ..., whose terms cancel almost wholly under strong decay.
     """
-    q, k, v, g, beta, _ = chunks
+    q, k, v, g, beta, *_ = chunks
     states, u, inverse = saved
     decays = _decays(chunks)
     within, read, write, keep = decays
     do = scale * do
     qk = einsum("nbhik,nbhjk->nbhij", q, k)[:, :, :, None]
 
-    w = t = None
+    w = None
     du = einsum("nbhrij,nbhriv->nbhrjv", qk * within, do)
     dS_read = einsum("nbhik,nbhriv->nbhrkv", q, read[..., None] * do)
     if beta is not None:
         w = _w(inverse, beta, read, k)
-        t = inverse * within
     dstates, du, dS_initial = passing.backward(w, du, dS_read, k, write, keep, dS_BHRKV)
 
     dscores = einsum("nbhriv,nbhrjv->nbhrij", do, u) * within
@@ -205,11 +221,11 @@ def _backward(chunks: Chunks, saved: _Saved, scale: float, passing, do, dS_BHRKV
     pairs = dscores * qk
     reads = jnp.sum(dq_read * q[:, :, :, None], axis=-1)
     dbeta = None
-    if beta is None:
+    if beta is None or inverse is None:
         dv = du
     else:
         gram = einsum("nbhik,nbhjk->nbhij", k, k)[:, :, :, None]
-        y = einsum("nbhrij,nbhriv->nbhrjv", t, du)
+        y = einsum("nbhrij,nbhriv->nbhrjv", inverse * within, du)
         dv = beta[..., None] * y
         dL = -jnp.tril(einsum("nbhriv,nbhrjv->nbhrij", y, u) * within, -1)
         dk_read = -read[..., None] * einsum("nbhriv,nbhrkv->nbhrik", y, states)
@@ -245,36 +261,63 @@ def _decay_gradient(pairs, reads, writes, kept):
     return dg + einsum("tj,nbhrj->nbhrt", before, writes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
-def _core(q, k, v, g, beta, initial_state, document, scale, chunk_size, passing):
-    return _core_forward(q, k, v, g, beta, initial_state, document, scale, chunk_size, passing)[0]
+def _groups(inputs, document, chunk_size: int, passing) -> Group:
+    """All inputs in groups of chunks along a leading axis."""
+    q, _, v, *_ = inputs
+    chunks = -(-q.shape[1] // chunk_size)
+    together = chunks
+    if passing.matrices_together is not None:
+        together = max(1, passing.matrices_together // (v.shape[0] * v.shape[2]))
+    count = -(-chunks // together)
+    tokens = -(-chunks // count) * chunk_size
+    carried_XB = None
+    if document is not None:
+        document = _group(document, count, tokens, edge=True)
+        carried_XB = jnp.pad(document[:-1, :, -1], ((1, 0), (0, 0)))
+    q, k, v, g, beta = jax.tree.map(lambda x: _group(x, count, tokens), inputs)
+    return Group(q, k, v, g, beta, document, carried_XB)
 
 
-def _core_forward(q, k, v, g, beta, initial_state, document, scale, chunk_size, passing):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _core(inputs, initial_state, document, scale, chunk_size, passing):
+    return _core_forward(inputs, initial_state, document, scale, chunk_size, passing)[0]
+
+
+def _core_forward(inputs, initial_state, document, scale, chunk_size, passing):
     acc = initial_state.dtype
-    batch, length, heads, key_dim = q.shape
-    value_heads, value_dim = v.shape[2:]
-    chunks = _chunks(q, k, v, g, beta, document, chunk_size, acc)
+    q, _, v, *_ = inputs
+    batch, value_heads, key_dim, value_dim = initial_state.shape
+    heads = q.shape[2]
+    groups = _groups(inputs, document, chunk_size, passing)
+
+    def body(S_BHRKV, group):
+        chunks = _chunks(group, chunk_size, acc)
+        o, S_BHRKV, saved = _forward(chunks, _decays(chunks), S_BHRKV, scale, passing)
+        return S_BHRKV, (_join(o, group.v), saved)
+
     S_BHRKV = initial_state.reshape(batch, heads, value_heads // heads, key_dim, value_dim)
-    o, S_BHRKV, saved = _forward(chunks, _decays(chunks), S_BHRKV, scale, passing)
-    out = _join(o, length, v), S_BHRKV.reshape(initial_state.shape)
-    return out, ((q, k, v, g, beta, document), saved)
+    S_BHRKV, (o, saved) = jax.lax.scan(body, S_BHRKV, groups)
+    out = _ungroup(o, v), S_BHRKV.reshape(initial_state.shape)
+    return out, (inputs, document, saved)
 
 
 def _core_backward(scale, chunk_size, passing, residuals, cotangents):
-    inputs, saved = residuals
+    inputs, document, saved = residuals
     do, dS = cotangents
     acc = dS.dtype
-    length, heads = inputs[0].shape[1:3]
-    chunks = _chunks(*inputs, chunk_size, acc)
-    do = _cut(do.astype(acc), chunk_size, (heads, do.shape[2] // heads))
-    dS_BHRKV = dS.reshape(saved.states_NBHRKV.shape[1:])
-    *gradients, dS_initial = _backward(chunks, saved, scale, passing, do, dS_BHRKV)
-    joined = (
-        None if x is None else _join(x, length, like)
-        for x, like in zip(gradients, inputs[:5], strict=True)
-    )
-    return *joined, dS_initial.reshape(dS.shape), None
+    groups = _groups(inputs, document, chunk_size, passing)
+    do = _group(do, groups.v.shape[0], groups.v.shape[2])
+
+    def body(dS_BHRKV, group):
+        group, saved, do = group
+        chunks = _chunks(group, chunk_size, acc)
+        do = _cut(do, chunk_size, chunks.v_NBHRCV.shape[2:4], acc)
+        *gradients, dS_BHRKV = _backward(chunks, saved, scale, passing, do, dS_BHRKV)
+        return dS_BHRKV, jax.tree.map(_join, tuple(gradients), tuple(group[:5]))
+
+    dS_BHRKV = dS.reshape(saved.states_NBHRKV.shape[2:])
+    dS_BHRKV, gradients = jax.lax.scan(body, dS_BHRKV, (groups, saved, do), reverse=True)
+    return jax.tree.map(_ungroup, gradients, inputs), dS_BHRKV.reshape(dS.shape), None
 
 
 _core.defvjp(_core_forward, _core_backward)
@@ -291,7 +334,7 @@ def core(
     *,
     scale: float,
     chunk_size: int,
-    passing: "state_passing.StatePassing" = state_passing.SEQUENTIAL,
+    passing: state_passing.StatePassing = state_passing.SEQUENTIAL,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments and results as in `reference.core`.
 
@@ -299,15 +342,5 @@ def core(
       chunk_size: a power of two, at least 16.
       passing: how states travel from chunk to chunk.
     """
-    return _core(
-        q_BTHK,
-        k_BTHK,
-        v_BTGV,
-        g_BTG,
-        beta_BTG,
-        initial_state_BGKV,
-        document_BT,
-        scale,
-        chunk_size,
-        passing,
-    )
+    inputs = (q_BTHK, k_BTHK, v_BTGV, g_BTG, beta_BTG)
+    return _core(inputs, initial_state_BGKV, document_BT, scale, chunk_size, passing)

@@ -68,4 +68,4 @@ def _backward(w, du_local, dS_read, k, write, keep, dS_BHRKV):
     return dstates, du, dS_BHRKV
 
 
-core = functools.partial(chunked.core, passing=StatePassing(_forward, _backward))
+core = functools.partial(chunked.core, passing=StatePassing(_forward, _backward, None))

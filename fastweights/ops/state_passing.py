@@ -25,10 +25,13 @@ class StatePassing(NamedTuple):
       forward: (W, U_local, K, b, c, S_0) -> (S_n before each chunk, U, S after the last chunk).
       backward: (W, dU_local, dS_read, K, b, c, dS after the last chunk)
         -> (dS_(n+1) behind each chunk, dU, dS_0).
+      matrices_together: how many chunks, counted over rows and value heads, to hold in memory at
+        once; None for all of them.
     """
 
     forward: Callable
     backward: Callable
+    matrices_together: int | None
 
 
 def _einsum(*args):
@@ -71,4 +74,4 @@ def _backward_sequential(w, du_local, dS_read, k, write, keep, dS_BHRKV):
     return dstates, du, dS_BHRKV
 
 
-SEQUENTIAL = StatePassing(_forward_sequential, _backward_sequential)
+SEQUENTIAL = StatePassing(_forward_sequential, _backward_sequential, 32)
