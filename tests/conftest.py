@@ -1,8 +1,22 @@
-"""Settings for the whole suite; they must come before JAX touches its backend."""
+"""Settings for the whole suite; they must come before JAX is imported."""
 
-import jax
+import os
+import pathlib
+
+CACHE = pathlib.Path(__file__).resolve().parent.parent / ".pytest_cache" / "jax"
+
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    # Silent broadcasts of mismatched ranks hide shape bugs: every broadcast is spelt out.
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+    # Equal programs are compiled once, for this process and those that tests start.
+    "JAX_COMPILATION_CACHE_DIR": str(CACHE),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
+}
+
+import jax  # noqa: E402 - it reads the environment when imported
 
 # Eight simulated devices, so that sharded code runs as it would on eight accelerators.
 jax.config.update("jax_num_cpu_devices", 8)
-# Silent broadcasts of mismatched ranks hide shape bugs: every broadcast is spelt out.
-jax.config.update("jax_numpy_rank_promotion", "raise")
