@@ -1,6 +1,6 @@
 """Parameters, floating-point operations and bytes of state, from the config alone.
 
-Nothing here builds or compiles a model, and compilers' own counts are not used: they see the body of
+Nothing here builds or compiles a model. Compilers' own counts are not used: they see the body of
 a loop once.
 
 Shapes: D model width, H query heads, G value heads, K key dim, V value dim, W convolution taps.
@@ -30,8 +30,11 @@ from fastweights.model import ModelConfig
 
 INT32_BYTES = 4
 
-# Dense bfloat16 matrix products a second by `jax.Device.device_kind`, from the makers' data sheets.
+# Dense bfloat16 FLOP/s by a part of `jax.Device.device_kind`, from the makers' data sheets; the first
+# match counts. PCIe and NVL cards clock lower than the SXM ones and have no entry.
 _PEAKS = (
+    ("PCIe", None),
+    ("NVL", None),
     ("H100", 989e12),
     ("H200", 989e12),
     ("A100", 312e12),

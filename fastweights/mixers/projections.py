@@ -83,8 +83,8 @@ class QKVProjection(nnx.Module):
                     segment_ids=segment_ids_BT,
                     activation="silu",
                 )
-                if next_cache is not None:
-                    next_cache[name] = tail
+                if cache is not None and next_cache is not None:
+                    next_cache[name] = tail.astype(cache[name].dtype)
             out[name] = checkpoint_name(y_BTD, "mixer_qkv")
         return out, next_cache
 

@@ -1,0 +1,38 @@
+"""Bad options: one sentence with the value seen and the remedy."""
+
+import pytest
+
+from fastweights import mixers
+from fastweights.errors import UserError
+
+BAD = [
+    ("A", dict(num_heads=0), r"num_heads is 0; give an integer of at least 1"),
+    ("A", dict(num_heads=2.0), r"num_heads is 2.0; give an integer"),
+    ("A", dict(head_dim=-8), r"head_dim is -8"),
+    ("A", dict(conv_size=-1), r"conv_size is -1"),
+    ("A", dict(num_heads=6, num_kv_heads=4), r"num_heads is 6, which num_kv_heads 4 .*multiple"),
+    ("A", dict(rope_fraction=1.5), r"rope_fraction is 1.5; .*between 0 and 1"),
+    ("A", dict(head_dim=6, rope_fraction=0.5), r"turns 3 channels; .*even"),
+    ("A", dict(head_dim=8, rope_fraction=0.01), r"turns 0 channels; .*0 for none"),
+    ("A", dict(rope_theta=0.0), r"rope_theta is 0.0; give a positive"),
+    ("W", dict(window=0), r"window is 0; give an integer of at least 1"),
+    ("L", dict(feature_map="cosine"), r"feature_map is 'cosine'; choose one of .*elu1"),
+    ("L", dict(feature_map="identity", normalize=True), r"normalize is True .*elu1"),
+    ("D", dict(feature_map="cosine"), r"feature_map is 'cosine'; choose one of .*elu1"),
+    ("D", dict(chunk_size=0), r"chunk_size is 0"),
+    ("G", dict(num_heads=6, num_qk_heads=4), r"num_heads is 6, which num_qk_heads 4 .*multiple"),
+    ("G", dict(value_head_dim=-1), r"value_head_dim is -1"),
+]
+
+
+@pytest.mark.parametrize(("letter", "options", "sentence"), BAD)
+def test_bad_options_are_refused(letter, options, sentence):
+    _, config_class = mixers.MIXERS[letter]
+    with pytest.raises(UserError, match=sentence):
+        config_class(**options)
+
+
+def test_every_letter_has_options():
+    assert set(mixers.MIXERS) == set(vars(mixers.MixerConfigs()))
+    for letter, (_, config_class) in mixers.MIXERS.items():
+        assert type(getattr(mixers.MixerConfigs(), letter)) is config_class
