@@ -280,10 +280,11 @@ def _groups(inputs, document, chunk_size: int, passing) -> Group:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _core(inputs, initial_state, document, scale, chunk_size, passing):
-    return _core_forward(inputs, initial_state, document, scale, chunk_size, passing)[0]
+    return _run(inputs, initial_state, document, scale, chunk_size, passing)[0]
 
 
-def _core_forward(inputs, initial_state, document, scale, chunk_size, passing):
+def _run(inputs, initial_state, document, scale, chunk_size, passing):
+    """((output, final state), what the gradient needs)."""
     acc = initial_state.dtype
     q, _, v, *_ = inputs
     batch, value_heads, key_dim, value_dim = initial_state.shape
@@ -298,6 +299,11 @@ def _core_forward(inputs, initial_state, document, scale, chunk_size, passing):
     S_BHRKV = initial_state.reshape(batch, heads, value_heads // heads, key_dim, value_dim)
     S_BHRKV, (o, saved) = jax.lax.scan(body, S_BHRKV, groups)
     out = _ungroup(o, v), S_BHRKV.reshape(initial_state.shape)
+    return out, saved
+
+
+def _core_forward(inputs, initial_state, document, scale, chunk_size, passing):
+    out, saved = _run(inputs, initial_state, document, scale, chunk_size, passing)
     return out, (inputs, document, saved)
 
 
