@@ -30,8 +30,8 @@ from fastweights.model import ModelConfig
 
 INT32_BYTES = 4
 
-# Dense bfloat16 FLOP/s by a part of `jax.Device.device_kind`, from the makers' data sheets; the first
-# match counts. PCIe and NVL cards clock lower than the SXM ones and have no entry.
+# Dense bfloat16 FLOP/s by a part of `jax.Device.device_kind`, from the makers' data sheets; the
+# first match counts. PCIe and NVL cards clock lower than the SXM ones and have no entry.
 _PEAKS = (
     ("PCIe", None),
     ("NVL", None),

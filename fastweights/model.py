@@ -207,7 +207,7 @@ class HybridLM(nnx.Module):
         )
         self.config, layout = config, config.layout
         param_dtype = jnp.dtype(config.param_dtype)
-        normal = jax.nn.initializers.truncated_normal(EMBED_STD)
+        normal = jax.nn.initializers.normal(EMBED_STD)
         shape = (config.vocab_size, config.d_model)
         self.embedding = nnx.Param(
             normal(rngs.params(), shape, param_dtype), logical_axes=("vocab", "embed")
