@@ -84,31 +84,30 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
-    """Clip by global norm, then AdamW or Muon with decoupled decay on the matrices."""
-    rate = schedule(config, steps)
+    """Clip by global norm, direction by Adam or Muon, decoupled decay of the matrices, rate.
+
+    optax's own `muon` decays every parameter of its Adam group, so the decay stands outside it.
+    """
     if config.name == "adamw":
-        update = optax.adamw(
-            rate,
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=decay_mask,
-        )
+        direction = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     else:
-        update = optax.contrib.muon(
-            rate,
-            weight_decay=config.weight_decay,
-            weight_decay_mask=decay_mask,
+        muon = optax.contrib.muon(
+            1.0,
             adam_b1=config.b1,
             adam_b2=config.b2,
-            adam_weight_decay=config.weight_decay,
-            # Update size alike for every shape, so that one learning rate serves both groups.
+            eps=config.eps,
+            # Update size alike for every shape, so that one learning rate serves both groups
+            # (Liu et al. 2025, arXiv:2502.16982).
             consistent_rms=0.2,
             muon_weight_dimension_numbers=muon_dimensions,
         )
-    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
-    return optax.chain(clip, update)
+        direction = optax.chain(muon, optax.scale(-1.0))
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        direction,
+        optax.add_decayed_weights(config.weight_decay, decay_mask),
+        optax.scale_by_learning_rate(schedule(config, steps)),
+    )
 
 
 def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:

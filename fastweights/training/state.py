@@ -9,6 +9,7 @@ from flax import nnx
 
 from fastweights import sharding
 from fastweights.model import ModelConfig, abstract_model, init_params
+from fastweights.training.optim import path_names
 
 State = dict[str, Any]
 
@@ -37,13 +38,7 @@ def make_blueprint(
     abstract = jax.eval_shape(lambda params: _fresh(params, tx), abstract_params)
     shardings = {
         "params": param_shardings,
-        "opt": optax.tree_map_params(
-            tx,
-            lambda _, placement: placement,
-            abstract["opt"],
-            param_shardings,
-            transform_non_params=lambda _: replicated,
-        ),
+        "opt": _opt_shardings(abstract["opt"], abstract_params, param_shardings, replicated),
         "step": replicated,
         "skipped": replicated,
     }
@@ -64,6 +59,31 @@ def init_state(
         return _fresh(init_params(config, key), tx)
 
     return jax.jit(init, out_shardings=blueprint.shardings)(jax.random.key(seed))
+
+
+def _opt_shardings(opt: Any, params: Any, param_shardings: Any, replicated: Any) -> Any:
+    """A leaf that ends in a parameter's path and has its shape lies as the parameter does.
+
+    (`optax.tree_map_params` can't say it for optimisers that treat groups of parameters apart.)
+    """
+    known = {
+        path_names(path): (leaf.shape, placement)
+        for (path, leaf), placement in zip(
+            jax.tree_util.tree_flatten_with_path(params)[0],
+            jax.tree.leaves(param_shardings),
+            strict=True,
+        )
+    }
+
+    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        names = path_names(path)
+        for start in range(len(names)):
+            shape, placement = known.get(names[start:], (None, None))
+            if shape == leaf.shape:
+                return placement
+        return replicated
+
+    return jax.tree_util.tree_map_with_path(place, opt)
 
 
 def _fresh(params: Any, tx: optax.GradientTransformation) -> State:
