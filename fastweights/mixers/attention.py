@@ -99,25 +99,22 @@ class WindowAttentionConfig(AttentionConfig):
         check_sizes("WindowAttentionConfig", window=self.window)
 
 
-def token_positions(
-    segment_ids_BT: jax.Array, start_B: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def token_positions(segment_ids_BT: jax.Array, start_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Numbers the real tokens of each document from 0.
 
     Args:
       segment_ids_BT: int document ids, 0 for padding.
-      start_B: position of the first real token, which continues a cached document; 0 by default.
+      start_B: position of each row's first real token, which continues a cached document.
 
     Returns:
       (positions_BT int32, the position [B] of a real token that would come next). Padding carries
       the position of the real token before it.
     """
     index_BT, valid_BT = segments.find_documents(segment_ids_BT)
-    start_B1 = jnp.zeros((len(index_BT), 1), jnp.int32) if start_B is None else start_B[:, None]
     count_BT = jnp.cumsum(valid_BT, axis=1, dtype=jnp.int32)
     before_BT = jnp.pad(index_BT[:, :-1], ((0, 0), (1, 0)))
     # Tokens counted before the current document; the continued one began `start` tokens ago.
-    base_BT = jnp.where(index_BT > before_BT, count_BT - 1, -start_B1)
+    base_BT = jnp.where(index_BT > before_BT, count_BT - 1, -start_B[:, None])
     base_BT = jax.lax.cummax(base_BT, axis=1)
     next_B = count_BT[:, -1] - base_BT[:, -1]
     return count_BT - 1 - base_BT, next_B
@@ -188,29 +185,32 @@ class Attention(nnx.Module):
         if c.qk_norm:
             q_BTHK, k_BTJK = self.q_norm(q_BTHK), self.k_norm(k_BTJK)
 
-        ids_BT = jnp.ones((B, T), jnp.int32) if segment_ids_BT is None else segment_ids_BT
-        start_B = None if cache is None else cache["position"]
-        counted_BT, next_B = token_positions(ids_BT, start_B)
-        if positions_BT is None:
-            positions_BT = counted_BT
-        elif cache is not None:
-            next_B = _next_position(positions_BT, ids_BT, cache["position"])
+        start_B = jnp.zeros((B,), jnp.int32) if cache is None else cache["position"]
+        if positions_BT is not None:
+            place_BT, next_B = positions_BT, _next_position(positions_BT, segment_ids_BT, start_B)
+        elif segment_ids_BT is not None:
+            place_BT, next_B = token_positions(segment_ids_BT, start_B)
+        else:
+            place_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+            next_B = start_B + T
         if c.rope_fraction:
             turn = dict(theta=c.rope_theta, fraction=c.rope_fraction)
-            q_BTHK = ops.rotary(q_BTHK, positions_BT, **turn)
-            k_BTJK = ops.rotary(k_BTJK, positions_BT, **turn)
+            q_BTHK = ops.rotary(q_BTHK, place_BT, **turn)
+            k_BTJK = ops.rotary(k_BTJK, place_BT, **turn)
 
         if cache is None:
             o_BTHK = ops.softmax_attention(
                 q_BTHK, k_BTJK, v_BTJK, window=self.window, segment_ids=segment_ids_BT
             )
         else:
-            index_BT, valid_BT = segments.find_documents(ids_BT)
-            document_BT = cache["document"][:, None] + index_BT
-            o_BTHK, slots = self._attend_cached(
-                q_BTHK, k_BTJK, v_BTJK, jnp.where(valid_BT, document_BT, 0), cache
-            )
-            cache = slots | {"position": next_B, "document": document_BT[:, -1], "conv": conv}
+            slot_document_BT = jnp.broadcast_to(cache["document"][:, None], (B, T))
+            document_B = cache["document"]
+            if segment_ids_BT is not None:
+                index_BT, valid_BT = segments.find_documents(segment_ids_BT)
+                slot_document_BT = jnp.where(valid_BT, slot_document_BT + index_BT, 0)
+                document_B = document_B + index_BT[:, -1]
+            o_BTHK, slots = self._attend_cached(q_BTHK, k_BTJK, v_BTJK, slot_document_BT, cache)
+            cache = slots | {"position": next_B, "document": document_B, "conv": conv}
         if c.output_gate:
             gate_BTHK = self.gate(x_BTD).reshape(o_BTHK.shape)
             o_BTHK = o_BTHK * jax.nn.sigmoid(gate_BTHK)
@@ -316,6 +316,8 @@ class WindowAttention(Attention):
 
 def _next_position(positions_BT, segment_ids_BT, start_B) -> jax.Array:
     """One more than the position of the last real token; unchanged where there is none."""
+    if segment_ids_BT is None:
+        return positions_BT[:, -1].astype(jnp.int32) + 1
     valid_BT = segment_ids_BT != 0
     place_BT = jnp.arange(positions_BT.shape[1], dtype=jnp.int32)[None]
     last_B = jnp.max(jnp.where(valid_BT, place_BT, -1), axis=1)
