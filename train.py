@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.multihost:
         initialize(args.coordinator, args.num_processes, args.process_id, args.init_timeout)
     lead = jax.process_index() == 0
+    changed = run_folder.check_config(args.workdir, config)
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_batch(config.batch_size // config.accum_steps, mesh)
 
@@ -77,7 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     finished_before = run_folder.is_done(args.workdir)
     wandb_run = None
     if lead:
-        for name, (old, new) in run_folder.open_run(args.workdir, config).items():
+        run_folder.open_run(args.workdir, config)
+        for name, (old, new) in changed.items():
             print(f"config field {name} changes from {old!r} to {new!r}")
         run_id = run_folder.read_info(args.workdir)["id"]
         fields = config_lib.flat(config)

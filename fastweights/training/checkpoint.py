@@ -5,6 +5,7 @@ leaves the earlier steps as they were. This module is the only one that knows or
 """
 
 import dataclasses
+import logging
 import pathlib
 import shutil
 from typing import Any
@@ -17,6 +18,9 @@ from fastweights.training.optim import path_names
 from fastweights.training.state import State
 
 METRIC = "metric"
+
+# Orbax raises a failed write to us, and its threads log the same error with a traceback before.
+logging.getLogger("absl").addFilter(lambda record: record.exc_info is None)
 
 
 @dataclasses.dataclass(frozen=True)

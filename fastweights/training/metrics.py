@@ -117,7 +117,7 @@ def start_wandb(config: LogConfig, workdir: pathlib.Path, run_id: str, fields: d
             mode=mode,
             resume="allow",
             config=fields,
-            settings=wandb.Settings(init_timeout=30),
+            settings=wandb.Settings(init_timeout=20),
         )
         # wandb drops lines below its own last step; ours may repeat after a resume.
         run.define_metric("*", step_metric="train/step")

@@ -25,16 +25,19 @@ from fastweights.files import write_atomic
 VERSIONS_OF = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
-def open_run(workdir: pathlib.Path, config: config_lib.Config) -> dict[str, tuple[Any, Any]]:
-    """Makes or reopens the folder and stores the config.
+def check_config(workdir: pathlib.Path, config: config_lib.Config) -> dict[str, tuple[Any, Any]]:
+    """Compares the config with the one of the folder's checkpoints.
 
     Returns:
-      The fields that changed since the last start, all of them safe to change.
+      Field -> (stored, asked) where they differ, all safe to change; empty for a new folder.
 
     Raises:
-      UserError: the folder can't be written, or a field differs that a resumed run may not change.
+      UserError: a field differs that a resumed run may not change.
     """
-    changed = stored_differences(workdir, config)
+    # Without a checkpoint there is nothing that another config could spoil.
+    if not any(workdir.glob("checkpoints/[0-9]*")) or not (workdir / "config.json").is_file():
+        return {}
+    changed = config_lib.differences(load_config(workdir), config)
     refused = [name for name in changed if not config_lib.is_safe(name)]
     if refused:
         fields = "; ".join(
@@ -44,6 +47,15 @@ def open_run(workdir: pathlib.Path, config: config_lib.Config) -> dict[str, tupl
             f"'{workdir}' holds a run with another config ({fields}); "
             "use a new --workdir or give back these values."
         )
+    return changed
+
+
+def open_run(workdir: pathlib.Path, config: config_lib.Config) -> None:
+    """Makes or reopens the folder, stores the config and notes this start.
+
+    Raises:
+      UserError: the folder can't be written.
+    """
     try:
         (workdir / "evals").mkdir(parents=True, exist_ok=True)
         write_atomic(workdir / "config.json", config_lib.to_json(config))
@@ -53,15 +65,6 @@ def open_run(workdir: pathlib.Path, config: config_lib.Config) -> dict[str, tupl
             f"workdir '{workdir}' can't be written ({error.strerror}); "
             "choose another --workdir or free it."
         ) from error
-    return changed
-
-
-def stored_differences(
-    workdir: pathlib.Path, config: config_lib.Config
-) -> dict[str, tuple[Any, Any]]:
-    """Field -> (stored, asked) against the config in the folder; empty for a new folder."""
-    path = workdir / "config.json"
-    return config_lib.differences(load_config(workdir), config) if path.is_file() else {}
 
 
 def load_config(workdir: pathlib.Path) -> config_lib.Config:

@@ -43,7 +43,7 @@ def test_fresh_parameters():
 
     tokens = tiny_models.tokens((4, 12))
     loss, grads = tiny_models.quick_jit(jax.value_and_grad(loss_fn(cfg)))(params, tokens)
-    assert abs(loss - np.log(tiny_models.VOCAB)) < 0.1
+    assert abs(loss - np.log(tiny_models.VOCAB)) < 0.3
     for path, grad in jax.tree_util.tree_leaves_with_path(grads):
         # Layer by layer where layers are stacked, so that one dead layer is found.
         for layer in np.asarray(grad) if path[0].key == "groups" else [np.asarray(grad)]:
@@ -63,7 +63,7 @@ def test_initial_scales():
     ):
         assert np.std(kernel) == pytest.approx(scale * fan_in**-0.5, rel=0.05)
         assert len(np.unique(np.asarray(kernel)[:, 0, 0])) == 8
-    assert np.std(params["embedding"]) == pytest.approx(0.02, rel=0.1)
+    assert np.std(params["embedding"]) == pytest.approx(0.5 * 64**-0.5, rel=0.1)
 
 
 @pytest.mark.parametrize("mlp", ["swiglu", "none"])
