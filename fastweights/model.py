@@ -36,7 +36,8 @@ from fastweights.sharding import constrain
 
 MLPS = ("swiglu", "none")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
-EMBED_STD = 0.02
+# Of the logits before training: wide enough to learn from at once, small beside ln V.
+INITIAL_LOGIT_STD = 0.5
 
 # What the backward pass may keep instead of computing it anew. "names" keeps the narrow results of
 # the matrix products around each mixer and lets the wide MLP and the mixer's inside be recomputed.
@@ -194,10 +195,9 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], copies: int, rngs: nnx.Rngs) -
 class HybridLM(nnx.Module):
     """A causal language model over a patterned stack of mixers.
 
-    Embedding and head start at standard deviation 0.02: a normalised final state then gives logits
-    near 0 whether or not the head is tied, so the loss starts near ln(V), and the embedding, small
-    beside the mixers' outputs, is quickly overwritten by what is learnt. See `mixers/layers.py` for
-    all other weights.
+    Embedding and head start at standard deviation 0.5 / sqrt(D), which is 0.02 near D = 640. A
+    normalised final state then gives logits of standard deviation 0.5 at any width, tied or not, so
+    the loss starts near ln(V). See `mixers/layers.py` for all other weights.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -207,7 +207,7 @@ class HybridLM(nnx.Module):
         )
         self.config, layout = config, config.layout
         param_dtype = jnp.dtype(config.param_dtype)
-        normal = jax.nn.initializers.normal(EMBED_STD)
+        normal = jax.nn.initializers.normal(INITIAL_LOGIT_STD * config.d_model**-0.5)
         shape = (config.vocab_size, config.d_model)
         self.embedding = nnx.Param(
             normal(rngs.params(), shape, param_dtype), logical_axes=("vocab", "embed")

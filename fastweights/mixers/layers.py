@@ -6,7 +6,7 @@ Initialisation. Weights are drawn from a normal distribution cut at two standard
 rescaled to standard deviation 1/sqrt(fan_in), so a normalised input gives unit-variance outputs at
 any width, however narrow. Projections that write into the residual stream are scaled by a further
 1/sqrt(2 * num_layers), which keeps the stream's variance at the output independent of depth
-(Radford et al. 2019). Embedding and head start at standard deviation 0.02 (see `model.py`).
+(Radford et al. 2019). Embedding and head have a rule of their own (see `HybridLM`).
 """
 
 from __future__ import annotations
