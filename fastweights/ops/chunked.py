@@ -235,8 +235,9 @@ def _backward(chunks: Chunks, saved: _Saved, scale: float, passing, do, dS_BHRKV
         pairs = pairs + dgram * gram
         reads = reads + beta * errors
         dgram_sum = jnp.sum(dgram, axis=3)
-        dgram_sum = dgram_sum + jnp.swapaxes(dgram_sum, -1, -2)
+        # Two products, since adding the transpose to dgram would cost more than the second one.
         dk = dk + einsum("nbhij,nbhjk->nbhik", dgram_sum, k)
+        dk = dk + einsum("nbhij,nbhik->nbhjk", dgram_sum, k)
         dk = dk + jnp.sum(beta[..., None] * dk_read, axis=3)
     dg = None
     if g is not None:
@@ -255,8 +256,9 @@ def _decay_gradient(pairs, reads, writes, kept):
     size = pairs.shape[-1]
     from_here = jnp.triu(jnp.ones((size, size), pairs.dtype))
     before = 1.0 - from_here
-    later = einsum("ti,nbhrij->nbhrtj", from_here, pairs) * before[None, None, None, None]
-    dg = jnp.sum(later, axis=-1) + kept[..., None]
+    # Sums over j first: a plain product with a constant, without a transpose of all pairs.
+    earlier = einsum("nbhrij,tj->nbhrit", pairs, before) * from_here.T[None, None, None, None]
+    dg = jnp.sum(earlier, axis=-2) + kept[..., None]
     dg = dg + einsum("ti,nbhri->nbhrt", from_here, reads)
     return dg + einsum("tj,nbhrj->nbhrt", before, writes)
 
