@@ -6,6 +6,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import rich.progress
@@ -74,16 +75,20 @@ class MetricsLog:
         self._file.flush()
         if self._wandb is not None:
             named = {f"{kind}/{name}": value for name, value in values.items()}
-            try:
-                self._wandb.log({**named, "train/step": step})
-            except Exception as error:  # wandb's own trouble must never end a run
-                print(f"wandb: {error}; going on without it.", file=sys.stderr)
-                self._wandb = None
+            self._guarded(self._wandb.log, {**named, "train/step": step})
 
     def close(self) -> None:
         self._file.close()
         if self._wandb is not None:
-            self._wandb.finish(quiet=True)
+            self._guarded(self._wandb.finish)
+
+    def _guarded(self, call: Callable[..., Any], *args: Any) -> None:
+        """Calls wandb; its own trouble must never end a run."""
+        try:
+            call(*args)
+        except Exception as error:
+            print(f"wandb: {error}; going on without it.", file=sys.stderr)
+            self._wandb = None
 
 
 def read_metrics(workdir: pathlib.Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -1,0 +1,132 @@
+"""Sweep, collect and plot: finished runs are skipped, a failed one is told and stops no other."""
+
+import csv
+import io
+import sys
+
+import pytest
+from runs import ROOT, run
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import collect
+import plot
+import sweep
+
+from fastweights.errors import UserError
+
+CONFIG = f"""
+from fastweights.config import load_dict
+
+def get_config(arg=None):
+    config = load_dict({str(ROOT / "tests/tiny.py")!r})
+    config.steps = 4
+    config.model.num_layers = 1
+    config.optim.clip_norm = 0.0
+    return config
+
+def sweep():
+    for pattern in ("A", "L"):
+        yield {{"model.pattern": pattern, "optim.lr": 0.001, "seed": 0}}
+    yield {{"model.pattern": "A", "optim.lr": 1e30, "seed": 1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Folder, exit code and output of a sweep of two good points and one that diverges."""
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "config.py").write_text(CONFIG)
+    command = ["scripts/sweep.py", "--config", folder / "config.py", "--workdir", folder / "runs"]
+    return folder, command, *run(*command, "--jobs", "2")
+
+
+def test_a_failed_run_is_told_and_stops_no_other(swept):
+    folder, _, code, output = swept
+    assert code == 1, output
+    assert "2 of 3 runs done" in output and "1 failed" in output
+    (line,) = [line for line in output.splitlines() if line.startswith("FAILED")]
+    assert "pattern=A,lr=1e+30,seed=1" in line and "not finite" in line
+    done = sorted(path.parent.name for path in (folder / "runs").glob("*/DONE"))
+    assert done == ["pattern=A,lr=0.001,seed=0", "pattern=L,lr=0.001,seed=0"]
+
+
+def test_finished_runs_are_skipped(swept):
+    folder, command, _, _ = swept
+    before = [path.stat().st_mtime_ns for path in (folder / "runs").glob("*/DONE")]
+    code, output = run(*command)
+    assert code == 1
+    assert output.count("skipped (done)") == 2 and output.count("FAILED") == 1
+    assert [path.stat().st_mtime_ns for path in (folder / "runs").glob("*/DONE")] == before
+
+
+def test_collect_gives_a_line_a_slice_and_one_for_an_unfinished_run(swept, capsys):
+    folder, *_ = swept
+    collect.main([str(folder / "runs")])
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    done = [row for row in rows if row["status"] == "done"]
+    assert {(row["pattern"], row["slice"]) for row in done} == {
+        (pattern, name) for pattern in "AL" for name in ("T8_K2", "T16_K3")
+    }
+    (failed,) = [row for row in rows if row["status"] != "done"]
+    assert failed["status"].startswith("unfinished at step ")
+    assert failed["recall"] == ""
+    share = {row["pattern"]: float(row["attention_share"]) for row in rows}
+    assert share == {"A": 1.0, "L": 0.0}
+    state = {(row["pattern"], row["slice"]): int(row["state_bytes"]) for row in done}
+    # Keys and values grow with length (2 x 4 heads x 4 wide x 4 bytes a token), a state does not.
+    assert state["A", "T16_K3"] == 2 * state["A", "T8_K2"] == 16 * 128
+    assert state["L", "T16_K3"] == state["L", "T8_K2"]
+
+
+def test_plot_draws_each_pattern_once(swept, tmp_path, capsys):
+    folder, *_ = swept
+    collect.main([str(folder / "runs")])
+    table = tmp_path / "table.csv"
+    table.write_text(capsys.readouterr().out)
+    plot.main([str(table), "--out", str(tmp_path / "plot.png")])
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(line.split()[0] for line in lines) == ["A", "L"]
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def row(pattern, lr, seed, recall):
+    return {
+        "pattern": pattern, "lr": lr, "seed": seed, "recall": recall, "slice": "T16_K3",
+        "pairs": "3", "length": "16", "attention_share": "0.5", "state_bytes": "8", "chance": "0.3",
+    }  # fmt: skip
+
+
+def test_a_pattern_stands_at_its_best_mean_over_seeds_and_shows_their_spread():
+    rows = [row("A", "0.1", "0", "1.0"), row("A", "0.1", "1", "0.0"),
+            row("A", "0.2", "0", "0.6"), row("A", "0.2", "1", "0.8")]  # fmt: skip
+    (point,) = plot.best_points(rows, None)
+    assert (point["lr"], point["seeds"]) == (0.2, 2)
+    assert (point["low"], point["recall"], point["high"]) == pytest.approx((0.6, 0.7, 0.8))
+
+
+@pytest.mark.parametrize(
+    "body, told",
+    [
+        ("", r"defines no sweep\(\)"),
+        ("def sweep(): return []", r"yields no point"),
+        ("def sweep(): return [{'seed': 0}, {'seed': 0}]", r"two points .* 'seed=0'"),
+        ("def sweep(): return [{'model.d_modle': 3}]", r"sweep point 'd_modle=3'.*did you mean"),
+    ],
+)
+def test_a_bad_sweep_is_refused_before_any_run(tmp_path, body, told):
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.split("def sweep")[0] + body + "\n")
+    with pytest.raises(UserError, match=told):
+        sweep.main(["--config", str(path), "--workdir", str(tmp_path / "runs")])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_collect_and_plot_name_what_is_missing(tmp_path):
+    with pytest.raises(UserError, match="holds no run"):
+        collect.main([str(tmp_path)])
+    with pytest.raises(UserError, match=r"does not exist; make it with scripts/collect\.py"):
+        plot.main([str(tmp_path / "none.csv"), "--out", str(tmp_path / "x.png")])
+    table = tmp_path / "table.csv"
+    table.write_text("status,slice\nunfinished,T8_K2\n")
+    with pytest.raises(UserError, match="no finished run"):
+        plot.main([str(table), "--out", str(tmp_path / "x.png")])
