@@ -9,8 +9,6 @@ finished run it only evaluates. SIGTERM saves and exits with 0.
 import argparse
 import contextlib
 import pathlib
-import signal
-import threading
 import time
 from typing import Any
 
@@ -24,7 +22,7 @@ from fastweights.data import check_vocab, iterate, train_dataset, vocab_size
 from fastweights.errors import UserError
 from fastweights.training import banner, metrics, optim, run_folder
 from fastweights.training.checkpoint import Checkpoints
-from fastweights.training.multihost import initialize
+from fastweights.training.processes import initialize, stop_on_sigterm
 from fastweights.training.state import init_state, make_blueprint
 from fastweights.training.step import compile_step, place_batch
 
@@ -124,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
             for p, _ in jax.tree_util.tree_flatten_with_path(blueprint.abstract["params"])[0]
         ]
         resumed_at = step if saved else -1
-        stop = _stop_on_sigterm()
+        should_stop = stop_on_sigterm()
         profiling = False
 
         def finish_step(number: int, pending: Any) -> None:
@@ -142,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
 
         pending = None
         while True:
-            ending = step == config.steps or stop.is_set()
+            ending = step == config.steps or should_stop(step)
             results = {}
             if step > 0 and step != resumed_at:
                 due_eval = config.eval.every > 0 and step % config.eval.every == 0
@@ -170,11 +168,12 @@ def main(argv: list[str] | None = None) -> int:
             waiting = time.perf_counter()
             batch = next(batches)
             progress.waited(time.perf_counter() - waiting)
+            placed = place_batch(batch, mesh)
             with (
                 jax.transfer_guard("disallow"),
                 jax.profiler.StepTraceAnnotation("train", step_num=step),
             ):
-                state, new_pending = compiled(state, place_batch(batch, mesh))
+                state, new_pending = compiled(state, placed)
             step, position = step + 1, position + 1
             # The step before is read only now, while the device works on this one.
             if pending is not None:
@@ -199,13 +198,6 @@ def main(argv: list[str] | None = None) -> int:
             run_folder.mark_done(args.workdir, step)
             progress.say(f"done: {args.workdir}")
     return 0
-
-
-def _stop_on_sigterm() -> threading.Event:
-    """An event that SIGTERM sets; the loop looks at it between two steps."""
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    return stop
 
 
 def _not_finite(

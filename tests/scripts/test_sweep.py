@@ -5,6 +5,7 @@ import io
 import sys
 
 import pytest
+
 from runs import ROOT, run
 
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -1,6 +1,11 @@
-"""Joining the processes of one run."""
+"""The processes of one run: joining them, and ending them together."""
+
+import signal
+import threading
+from collections.abc import Callable
 
 import jax
+from jax.experimental import multihost_utils
 
 from fastweights.errors import UserError
 
@@ -19,6 +24,12 @@ def initialize(
     Raises:
       UserError: no cluster found, or the others did not come in time.
     """
+    # JAX ends a process that waits in vain without raising; this line then says what it waited for.
+    print(
+        f"process {process_id} of {num_processes}: joining the others at {coordinator} "
+        f"within {timeout} s",
+        flush=True,
+    )
     try:
         jax.distributed.initialize(
             coordinator, num_processes, process_id, initialization_timeout=timeout
@@ -35,3 +46,17 @@ def initialize(
         f"{jax.local_device_count()} of {jax.device_count()} devices are here",
         flush=True,
     )
+
+
+def stop_on_sigterm() -> Callable[[int], bool]:
+    """A question to ask before each step: has SIGTERM come? Takes the number of finished steps.
+
+    With several processes it becomes true at the same step in all of them, whichever got the
+    signal, so that they save together.
+    """
+    if jax.process_count() > 1:
+        # jax.distributed listens for SIGTERM itself and agrees on a step.
+        return multihost_utils.reached_preemption_sync_point
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    return lambda _: stop.is_set()
