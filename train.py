@@ -73,7 +73,6 @@ def main(argv: list[str] | None = None) -> int:
         return 0
 
     # ---- Run folder -----------------------------------------------------------------------------
-    finished_before = run_folder.is_done(args.workdir)
     wandb_run = None
     if lead:
         run_folder.open_run(args.workdir, config)
@@ -95,10 +94,6 @@ def main(argv: list[str] | None = None) -> int:
         else:
             step, position = 0, 0
             state = init_state(config.model, tx, blueprint, config.seed)
-        if step > config.steps:
-            raise UserError(
-                f"'{args.workdir}' is at step {step}, beyond steps={config.steps}; raise steps."
-            )
         batches = iterate(dataset)
         grain.experimental.set_next_index(batches, position)
         context = evals.Context(config, blueprint.graphdef, mesh)
@@ -107,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         progress = metrics.Progress(config.steps, step, seconds=log.seconds, quiet=not lead)
         stack.callback(progress.close)
         if saved:
-            only = ": this run is finished, evaluating only" if finished_before else ""
+            only = ": this run is finished, evaluating only" if step == config.steps else ""
             progress.say(f"resuming from step {step} of {config.steps}{only}")
 
         # ---- Loop: eval, save, next batch, step, in this order ----------------------------------
@@ -186,7 +181,7 @@ def main(argv: list[str] | None = None) -> int:
 
         checkpoints.wait()
         if step < config.steps:
-            progress.say(f"stopped by SIGTERM; saved at step {step}, the same command goes on")
+            progress.say(f"stopped by SIGTERM at step {step}, saved; the same command goes on")
             return 0
 
         # ---- Final evals ------------------------------------------------------------------------

@@ -10,6 +10,7 @@ failed run is reported and does not stop the others; the exit code is 1 if any f
 
 import argparse
 import concurrent.futures
+import os
 import pathlib
 import subprocess
 import sys
@@ -88,8 +89,10 @@ def run_point(spec: str, workdir: pathlib.Path, fields: list[str]) -> bool:
     command = [sys.executable, str(TRAIN), "--config", spec, "--workdir", str(workdir)]
     command += [f"--config.{field}" for field in fields]
     started = time.perf_counter()
+    # Points that differ in seed alone, and restarts, share their compiled programs.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(workdir.parent / ".compiled")} | os.environ
     with (workdir / "log.txt").open("a") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=cache).returncode
     seconds = time.perf_counter() - started
     done = code == 0 and run_folder.is_done(workdir)
     if done:

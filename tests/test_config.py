@@ -4,13 +4,13 @@ import dataclasses
 import pathlib
 
 import pytest
-from runs import ROOT, TINY
 
 from fastweights import config as config_lib
 from fastweights.config import Config
 from fastweights.data import check_vocab, vocab_size
 from fastweights.errors import UserError
 from fastweights.model import abstract_model
+from runs import ROOT, TINY
 
 FILES = sorted((ROOT / "configs").glob("*.py"))
 

@@ -34,9 +34,15 @@ def check_config(workdir: pathlib.Path, config: config_lib.Config) -> dict[str, 
     Raises:
       UserError: a field differs that a resumed run may not change.
     """
+    saved = [int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit()]
     # Without a checkpoint there is nothing that another config could spoil.
-    if not any(workdir.glob("checkpoints/[0-9]*")) or not (workdir / "config.json").is_file():
+    if not saved or not (workdir / "config.json").is_file():
         return {}
+    check(
+        max(saved) <= config.steps,
+        f"'{workdir}' is at step {max(saved)}, beyond steps={config.steps}; raise steps or use "
+        "another --workdir.",
+    )
     changed = config_lib.differences(load_config(workdir), config)
     refused = [name for name in changed if not config_lib.is_safe(name)]
     if refused:
@@ -58,6 +64,8 @@ def open_run(workdir: pathlib.Path, config: config_lib.Config) -> None:
     """
     try:
         (workdir / "evals").mkdir(parents=True, exist_ok=True)
+        # A finished run that goes on (with more steps) is not finished any more.
+        (workdir / "DONE").unlink(missing_ok=True)
         write_atomic(workdir / "config.json", config_lib.to_json(config))
         _note_start(workdir / "run.json")
     except OSError as error:

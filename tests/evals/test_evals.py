@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import TINY
 
 from fastweights import config as config_lib
 from fastweights import evals, sharding
@@ -19,6 +18,7 @@ from fastweights.evals.length import longer_rows
 from fastweights.model import abstract_model, init_params
 from fastweights.tasks import solvers
 from fastweights.training.loss import TokenLoss
+from runs import TINY
 
 PLAIN = ("model.pattern=A", "model.num_layers=1", "data.length=32", "eval.max_batches=0")
 

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_models
 
+import tiny_models
 from fastweights.errors import UserError
 from fastweights.mixers.attention import token_positions
 

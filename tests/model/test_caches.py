@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_models
 
+import tiny_models
 from fastweights import model
 
 T = 10

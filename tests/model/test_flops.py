@@ -4,8 +4,8 @@ import collections
 
 import jax
 import pytest
-import tiny_models
 
+import tiny_models
 from fastweights import flops, mixers, model
 from fastweights.errors import UserError
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_models
 from flax import nnx
 
+import tiny_models
 from fastweights import model
 from fastweights.errors import UserError
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiny_models
 from jax.sharding import PartitionSpec
 
+import tiny_models
 from fastweights import model, sharding
 from fastweights.errors import UserError
 from fastweights.sharding import MeshConfig

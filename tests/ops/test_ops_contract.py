@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ops_oracle as oracle
 import pytest
 
+import ops_oracle as oracle
 from fastweights import ops
 from fastweights.errors import UserError
 

@@ -6,9 +6,9 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ops_oracle as oracle
 import pytest
 
+import ops_oracle as oracle
 from fastweights import ops
 
 RULES = {

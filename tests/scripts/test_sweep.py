@@ -12,7 +12,6 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import collect
 import plot
 import sweep
-
 from fastweights.errors import UserError
 
 CONFIG = f"""

@@ -5,12 +5,12 @@ import pathlib
 import shutil
 
 import pytest
-import runs
-from runs import TINY
 
+import runs
 import train
 from fastweights.errors import UserError
 from fastweights.training import checkpoint, run_folder
+from runs import TINY
 
 # Fast to compile, for the mistakes that show only after the model is built.
 PLAIN = ("model.pattern=A", "model.num_layers=1", "steps=4", "checkpoint.every=2")
@@ -148,6 +148,19 @@ def test_a_safe_field_may_change_and_the_run_goes_on(copy, capsys):
     assert "config field steps changes from 4 to 6" in capsys.readouterr().out
     assert (copy / "DONE").read_text() == "6\n"
     assert run_folder.load_config(copy).steps == 6
+
+
+def test_fewer_steps_than_are_done_are_refused(copy):
+    with pytest.raises(UserError, match="is at step 4, beyond steps=3; raise steps"):
+        train.main(command(copy, *PLAIN, "steps=3"))
+    assert run_folder.load_config(copy).steps == 4
+
+
+def test_a_run_without_a_checkpoint_may_start_over_with_another_config(copy):
+    shutil.rmtree(copy / "checkpoints")
+    train.main(command(copy, *PLAIN, "optim.lr=0.5"))
+    assert run_folder.load_config(copy).optim.lr == 0.5
+    assert sorted(runs.read_losses(copy)) == [1, 2, 3, 4]
 
 
 def test_a_checkpoint_of_another_model_names_each_parameter(copy):

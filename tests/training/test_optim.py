@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tiny_models
 
+import tiny_models
 from fastweights.errors import UserError
 from fastweights.model import abstract_model
 from fastweights.training import optim

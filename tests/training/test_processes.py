@@ -61,7 +61,7 @@ def test_sigterm_to_one_process_saves_and_ends_both(alone, tmp_path):
     runs.signal_at_step(processes[1], workdir, 5, signal.SIGTERM)
     (code, output), (other_code, other_output) = map(runs.finish, processes)
     assert (code, other_code) == (0, 0), output + other_output
-    assert "stopped by SIGTERM; saved at step" in output
+    assert "stopped by SIGTERM at step" in output
     assert len(list((workdir / "checkpoints").iterdir())) == 1
 
 

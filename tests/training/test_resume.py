@@ -7,6 +7,7 @@ import signal
 
 import numpy as np
 import pytest
+
 import runs
 
 STEPS = 40
@@ -39,7 +40,7 @@ def test_sigterm_saves_exits_with_zero_and_the_same_command_goes_on(uninterrupte
     runs.signal_at_step(process, workdir, 10, signal.SIGTERM)
     code, output = runs.finish(process)
     assert code == 0
-    assert "stopped by SIGTERM; saved at step" in output
+    assert "stopped by SIGTERM at step" in output
     assert not (workdir / "DONE").exists()
     code, output = runs.run(*command)
     assert code == 0

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import TINY
 
 from fastweights import config as config_lib
 from fastweights import sharding
@@ -14,6 +13,7 @@ from fastweights.data import train_dataset
 from fastweights.training import optim
 from fastweights.training.state import init_state, make_blueprint
 from fastweights.training.step import compile_step, place_batch
+from runs import TINY
 
 STEPS = 3
 

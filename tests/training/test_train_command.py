@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-import runs
-from runs import TINY
 
 import eval as eval_command
+import runs
 import train
 from fastweights.errors import UserError
 from fastweights.training import metrics
+from runs import TINY
 
 PLAIN = ("model.pattern=A", "model.num_layers=1", "steps=6", "checkpoint.every=2")
 
