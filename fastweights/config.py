@@ -150,7 +150,7 @@ def parse_arg(arg: str | None, **options: Any) -> ConfigDict:
 
 def set_field(config: ConfigDict, path: str, value: Any) -> None:
     """Sets one dotted field; text is read as the type of the field's present value."""
-    holder = config
+    holder: Any = config
     *parents, leaf = path.split(".")
     for depth, name in enumerate([*parents, leaf]):
         inside = isinstance(holder, ConfigDict)

@@ -12,8 +12,9 @@ import subprocess
 import sys
 from typing import Any
 
-import collect
 import matplotlib
+
+import collect
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -88,10 +89,10 @@ def draw(rows: list[dict[str, Any]], out: pathlib.Path) -> None:
         axes.hlines(chance, place - 0.45, place + 0.45, color="black", linestyles=":")
     axes.hlines([], 0, 0, color="black", linestyles=":", label="chance")
     axes.set_xticks(range(len(slices)), slices)
-    axes.set_ylim(0, 1.1)
+    axes.set_ylim(0, 1.25)
     axes.set_ylabel("recall")
     axes.set_title("Accuracy on the queried values, by length (T) and pairs (K)")
-    axes.legend(loc="upper right")
+    axes.legend(loc="upper center", ncols=3)
     figure.savefig(out, dpi=150)
     plt.close(figure)
 
