@@ -1,0 +1,176 @@
+"""Softmax attention against a plain NumPy float64 loop over queries."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fastweights import ops
+from fastweights.errors import UserError
+
+
+def arrays(seed=0, *, B=2, T=23, S=None, H=6, J=2, K=5, V=7):
+    rng = np.random.default_rng(seed)
+    S = T if S is None else S
+    shapes = {"q": (B, T, H, K), "k": (B, S, J, K), "v": (B, S, J, V), "do": (B, T, H, V)}
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def oracle(x, sees_BTS, scale=None):
+    """Output and gradients when query t of row b sees the keys where sees_BTS is True."""
+    x = {name: np.nan_to_num(a.astype(np.float64)) for name, a in x.items()}
+    heads, kv_heads, key_dim = x["q"].shape[2], x["k"].shape[2], x["q"].shape[3]
+    scale = key_dim**-0.5 if scale is None else scale
+    out = {"o": np.zeros_like(x["do"])} | {f"d{n}": np.zeros_like(x[n]) for n in "qkv"}
+    for b, t, s in (
+        (b, t, np.flatnonzero(row)) for b, rows in enumerate(sees_BTS) for t, row in enumerate(rows)
+    ):
+        for h in range(heads if len(s) else 0):
+            j = h // (heads // kv_heads)
+            q, k, v, do = x["q"][b, t, h], x["k"][b, s, j], x["v"][b, s, j], x["do"][b, t, h]
+            p = np.exp(scale * k @ q)
+            p /= p.sum()
+            dp = v @ do
+            dlogit = scale * p * (dp - p @ dp)
+            out["o"][b, t, h] = p @ v
+            out["dq"][b, t, h] = dlogit @ k
+            out["dk"][b, s, j] += dlogit[:, None] * q
+            out["dv"][b, s, j] += p[:, None] * do
+    return out
+
+
+def check(x, sees_BTS, scale=None, **options):
+    @jax.jit
+    def run(x, options):
+        def call(q, k, v):
+            return ops.softmax_attention(q, k, v, scale=scale, **fixed, **options)
+
+        o, vjp = jax.vjp(call, x["q"], x["k"], x["v"])
+        return {"o": o} | dict(zip(("dq", "dk", "dv"), vjp(x["do"]), strict=True))
+
+    fixed = {name: options.pop(name) for name in ("window",) if name in options}
+    got = run(x, options)
+    for name, want in oracle(x, sees_BTS, scale).items():
+        np.testing.assert_allclose(got[name], want, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def causal(x, window=None):
+    t, s = np.arange(x["q"].shape[1])[:, None], np.arange(x["k"].shape[1])[None]
+    sees = (s <= t) & (t - s < (window or 10**9))
+    return np.broadcast_to(sees, (x["q"].shape[0], *sees.shape))
+
+
+@pytest.mark.parametrize("kv_heads", (1, 2, 3, 6))
+def test_grouped_heads(kv_heads):
+    x = arrays(J=kv_heads)
+    check(x, causal(x))
+
+
+def test_value_dim_below_key_dim_and_scale():
+    x = arrays(K=8, V=3)
+    check(x, causal(x), scale=0.3)
+
+
+@pytest.mark.parametrize("window", (1, 2, 8, 100))
+def test_window_counts_the_current_token(window):
+    x = arrays()
+    check(x, causal(x, window), window=window)
+
+
+# An id that returns is a new document; 0 is padding and lies everywhere.
+SEGMENTS = np.asarray(
+    [
+        [0, 0, 0, 4, 4, 4, 4, 4, 2, 4, 4, 4, 0, 4, 4, 4, 9, 9, 9, 9, 0, 0, 0],
+        [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1],
+    ],
+    np.int32,
+)
+
+
+def packed_sees(window=None):
+    """Pairs within a document, counted over its real tokens, token by token."""
+    sees = np.zeros((2, 23, 23), bool)
+    for b, row in enumerate(SEGMENTS):
+        document = []
+        for t, segment in enumerate(row):
+            if segment == 0:
+                continue
+            if document and row[document[-1]] != segment:
+                document = []
+            document.append(t)
+            sees[b, t, document[-(window or 1000) :]] = True
+    return sees
+
+
+@pytest.mark.parametrize("window", (None, 1, 3))
+def test_packed_documents_with_nan_in_padding(window):
+    x = arrays(1)
+    for a in x.values():
+        a[SEGMENTS == 0] = np.nan
+    options = {} if window is None else {"window": window}
+    check(x, packed_sees(window), segment_ids=SEGMENTS, **options)
+
+
+@pytest.mark.parametrize("window", (None, 4))
+def test_cache_slots(window):
+    """Three new tokens after a ring of ten slots, two of them empty and full of NaN."""
+    x = arrays(2, T=3, S=10)
+    kv_positions = np.asarray([[8, 9, 10, 3, 4, 5, 6, 7, 11, 12], range(10)], np.int32)
+    kv_ids = np.ones((2, 10), np.int32)
+    kv_ids[0, 5] = kv_ids[1, 9] = 0
+    q_positions = np.asarray([[8, 9, 10], [4, 5, 6]], np.int32)
+    x["k"][kv_ids == 0] = x["v"][kv_ids == 0] = np.nan
+    back = q_positions[:, :, None] - kv_positions[:, None, :]
+    sees = (back >= 0) & (back < (window or 1000)) & (kv_ids[:, None, :] == 1)
+    options = {} if window is None else {"window": window}
+    check(
+        x,
+        sees,
+        kv_segment_ids=kv_ids,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        **options,
+    )
+
+
+def test_ids_of_queries_and_keys_are_compared():
+    x = arrays(3, T=3, S=6)
+    q_ids = np.asarray([[1, 2, 2], [5, 5, 0]], np.int32)
+    kv_ids = np.asarray([[1, 1, 2, 0, 2, 2], [5, 0, 0, 0, 0, 0]], np.int32)
+    q_positions = np.full((2, 3), 4, np.int32)
+    sees = (q_ids[:, :, None] == kv_ids[:, None]) & (kv_ids[:, None] > 0)
+    sees &= np.arange(6)[None, None] <= 4
+    check(x, sees, segment_ids=q_ids, kv_segment_ids=kv_ids, q_positions=q_positions)
+
+
+def test_bfloat16_keeps_its_dtype():
+    x = {name: jnp.asarray(a, jnp.bfloat16) for name, a in arrays().items()}
+    o = ops.softmax_attention(x["q"], x["k"], x["v"])
+    assert o.dtype == jnp.bfloat16
+    want = oracle({n: np.asarray(a, np.float32) for n, a in x.items()}, causal(x))["o"]
+    np.testing.assert_allclose(np.asarray(o, np.float32), want, atol=3e-2)
+
+
+def test_no_tokens():
+    x = arrays(T=0)
+    assert ops.softmax_attention(x["q"], x["k"], x["v"]).shape == (2, 0, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    (
+        ({"k": (2, 23, 4, 5)}, {}, r"v must be .*\(2, 23, 4\)"),
+        ({"k": (2, 23, 4, 5), "v": (2, 23, 4, 7)}, {}, "6 query heads are no multiple of 4"),
+        ({"k": (2, 23, 2, 4)}, {}, "K = 5 as in q"),
+        ({"q": (2, 23, 5)}, {}, r"q must be .*\(2, 23, 5\)"),
+        ({}, {"window": 0}, "at least 1, got 0"),
+        ({}, {"implementation": "flash"}, "unknown implementation 'flash'"),
+        ({}, {"segment_ids": np.ones((2, 22), np.int32)}, "segment_ids must have shape"),
+        ({"q": (2, 3, 6, 5)}, {"segment_ids": np.ones((2, 3), np.int32)}, "need kv_segment_ids"),
+    ),
+)
+def test_bad_input_is_named(change, options, message):
+    x = arrays()
+    x |= {name: np.zeros(shape, np.float32) for name, shape in change.items()}
+    with pytest.raises(UserError, match=f"^softmax_attention: .*{message}"):
+        ops.softmax_attention(*(jnp.asarray(x[name]) for name in "qkv"), **options)
