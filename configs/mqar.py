@@ -16,7 +16,7 @@ from fastweights.config import defaults, parse_arg
 def get_config(arg: str | None = None) -> ConfigDict:
     options = parse_arg(arg, pattern="GA")
     config = defaults()
-    config.steps = 1200
+    config.steps = 1600
     config.batch_size = 64
 
     config.data.kind = "mqar"
@@ -37,9 +37,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.model.mixers.A.num_heads, config.model.mixers.A.head_dim = 1, 16
 
     config.optim.lr = 3e-3
-    config.optim.warmup_steps = 60
+    config.optim.warmup_steps = 80
 
-    config.eval.every = 300
-    config.checkpoint.every = 300
+    config.eval.every = 400
+    config.checkpoint.every = 400
     config.log.every = 100
     return config
