@@ -77,19 +77,6 @@ class Chunks(NamedTuple):
     carried_NB: jax.Array | None
 
 
-def _group(x: jax.Array, count: int, tokens: int, *, edge: bool = False) -> jax.Array:
-    """[B, T, ...] -> [count, B, tokens, ...], padded at the end."""
-    missing = count * tokens - x.shape[1]
-    pads = ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2)
-    x = jnp.pad(x, pads, mode="edge" if edge else "constant")
-    return jnp.moveaxis(x.reshape(x.shape[0], count, tokens, *x.shape[2:]), 1, 0)
-
-
-def _ungroup(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Undoes `_group`."""
-    return jnp.moveaxis(x, 0, 1).reshape(like.shape[0], -1, *like.shape[2:])[:, : like.shape[1]]
-
-
 def _cut(x: jax.Array, size: int, split: tuple[int, ...], acc) -> jax.Array:
     """[B, n C, heads, ...] -> [n, B, *split, C, ...] where split multiplies up to heads."""
     x = x.astype(acc).reshape(x.shape[0], -1, size, *split, *x.shape[3:])
@@ -111,14 +98,16 @@ def _chunks(group: Group, size: int, acc) -> Chunks:
     if document is not None and carried_B is not None:
         document_NBC = jnp.moveaxis(document.reshape(document.shape[0], -1, size), 1, 0)
         carried_NB = jnp.concatenate([carried_B[None], document_NBC[:-1, :, -1]])
-    return Chunks(
-        _cut(q, size, heads, acc),
-        _cut(k, size, heads, acc),
-        _cut(v, size, grouped, acc),
-        None if g is None else _cut(g, size, grouped, acc),
-        None if beta is None else _cut(beta, size, grouped, acc),
-        document_NBC,
-        carried_NB,
+    return jax.lax.optimization_barrier(
+        Chunks(
+            _cut(q, size, heads, acc),
+            _cut(k, size, heads, acc),
+            _cut(v, size, grouped, acc),
+            None if g is None else _cut(g, size, grouped, acc),
+            None if beta is None else _cut(beta, size, grouped, acc),
+            document_NBC,
+            carried_NB,
+        )
     )
 
 
@@ -245,7 +234,17 @@ def _backward(chunks: Chunks, saved: _Saved, scale: float, passing, do, dS_BHRKV
         kept = keep * jnp.sum(dstates * states, axis=(-1, -2))
         dg = _decay_gradient(pairs, reads, writes, kept)
         dg = jnp.where(g > MIN_LOG_DECAY, dg, 0.0)
+        dg = _zero_at_starts(dg, chunks)
     return dq, dk, dv, dg, dbeta, dS_initial
+
+
+def _zero_at_starts(dg, chunks: Chunks):
+    """A document's first gate decays nothing: its gradient is 0 exactly, not just by cancelling."""
+    document_NBC, carried_NB = chunks.document_NBC, chunks.carried_NB
+    if document_NBC is None or carried_NB is None:
+        return dg
+    before_NBC = jnp.concatenate([carried_NB[:, :, None], document_NBC[:, :, :-1]], axis=-1)
+    return jnp.where((document_NBC != before_NBC)[:, :, None, None], 0.0, dg)
 
 
 def _decay_gradient(pairs, reads, writes, kept):
@@ -256,28 +255,52 @@ def _decay_gradient(pairs, reads, writes, kept):
     size = pairs.shape[-1]
     from_here = jnp.triu(jnp.ones((size, size), pairs.dtype))
     before = 1.0 - from_here
-    # Sums over j first: a plain product with a constant, without a transpose of all pairs.
-    earlier = einsum("nbhrij,tj->nbhrit", pairs, before) * from_here.T[None, None, None, None]
-    dg = jnp.sum(earlier, axis=-2) + kept[..., None]
-    dg = dg + einsum("ti,nbhri->nbhrt", from_here, reads)
+    # The diagonal, whose exponent is 0, is left out: it would drown all else under strong decay.
+    pairs = pairs * before[None, None, None, None]
+    crossing = jnp.sum(pairs, axis=-1) - jnp.sum(pairs, axis=-2)
+    dg = einsum("ti,nbhri->nbhrt", from_here, reads + crossing) + kept[..., None]
     return dg + einsum("tj,nbhrj->nbhrt", before, writes)
 
 
-def _groups(inputs, document, chunk_size: int, passing) -> Group:
-    """All inputs in groups of chunks along a leading axis."""
+class _Plan(NamedTuple):
+    """Chunks are worked on in `count` groups of `tokens` tokens, which stay in the cache."""
+
+    count: int
+    tokens: int
+
+
+def _plan(inputs, chunk_size: int, passing) -> _Plan:
     q, _, v, *_ = inputs
     chunks = -(-q.shape[1] // chunk_size)
     together = chunks
     if passing.matrices_together is not None:
         together = max(1, passing.matrices_together // (v.shape[0] * v.shape[2]))
     count = -(-chunks // together)
-    tokens = -(-chunks // count) * chunk_size
-    carried_XB = None
-    if document is not None:
-        document = _group(document, count, tokens, edge=True)
-        carried_XB = jnp.pad(document[:-1, :, -1], ((1, 0), (0, 0)))
-    q, k, v, g, beta = jax.tree.map(lambda x: _group(x, count, tokens), inputs)
-    return Group(q, k, v, g, beta, document, carried_XB)
+    return _Plan(count, -(-chunks // count) * chunk_size)
+
+
+def _pad(x: jax.Array, plan: _Plan, mode: str = "constant") -> jax.Array:
+    missing = plan.count * plan.tokens - x.shape[1]
+    return jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2), mode=mode)
+
+
+def _group(inputs, document, plan: _Plan, i) -> Group:
+    """Group i of padded inputs."""
+    start = i * plan.tokens
+
+    def part(x):
+        return jax.lax.dynamic_slice_in_dim(x, start, plan.tokens, axis=1)
+
+    q, k, v, g, beta = jax.tree.map(part, inputs)
+    if document is None:
+        return Group(q, k, v, g, beta, None, None)
+    before = jax.lax.dynamic_index_in_dim(document, jnp.maximum(start - 1, 0), 1, keepdims=False)
+    carried_B = jnp.where(i == 0, 0, before)
+    return Group(q, k, v, g, beta, part(document), carried_B)
+
+
+def _put(whole: jax.Array, part: jax.Array, plan: _Plan, i) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, part, i * plan.tokens, axis=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -291,17 +314,21 @@ def _run(inputs, initial_state, document, scale, chunk_size, passing):
     q, _, v, *_ = inputs
     batch, value_heads, key_dim, value_dim = initial_state.shape
     heads = q.shape[2]
-    groups = _groups(inputs, document, chunk_size, passing)
+    plan = _plan(inputs, chunk_size, passing)
+    inputs = jax.tree.map(lambda x: _pad(x, plan), inputs)
+    document = None if document is None else _pad(document, plan, "edge")
 
-    def body(S_BHRKV, group):
+    def body(carry, i):
+        S_BHRKV, o = carry
+        group = _group(inputs, document, plan, i)
         chunks = _chunks(group, chunk_size, acc)
-        o, S_BHRKV, saved = _forward(chunks, _decays(chunks), S_BHRKV, scale, passing)
-        return S_BHRKV, (_join(o, group.v), saved)
+        o_part, S_BHRKV, saved = _forward(chunks, _decays(chunks), S_BHRKV, scale, passing)
+        return (S_BHRKV, _put(o, _join(o_part, group.v), plan, i)), saved
 
     S_BHRKV = initial_state.reshape(batch, heads, value_heads // heads, key_dim, value_dim)
-    S_BHRKV, (o, saved) = jax.lax.scan(body, S_BHRKV, groups)
-    out = _ungroup(o, v), S_BHRKV.reshape(initial_state.shape)
-    return out, saved
+    carry = (S_BHRKV, jnp.zeros_like(inputs[2]))
+    (S_BHRKV, o), saved = jax.lax.scan(body, carry, jnp.arange(plan.count))
+    return (o[:, : v.shape[1]], S_BHRKV.reshape(initial_state.shape)), saved
 
 
 def _core_forward(inputs, initial_state, document, scale, chunk_size, passing):
@@ -313,19 +340,34 @@ def _core_backward(scale, chunk_size, passing, residuals, cotangents):
     inputs, document, saved = residuals
     do, dS = cotangents
     acc = dS.dtype
-    groups = _groups(inputs, document, chunk_size, passing)
-    do = _group(do, groups.v.shape[0], groups.v.shape[2])
+    length = do.shape[1]
+    plan = _plan(inputs, chunk_size, passing)
+    inputs = jax.tree.map(lambda x: _pad(x, plan), inputs)
+    document = None if document is None else _pad(document, plan, "edge")
+    do = _pad(do, plan)
 
-    def body(dS_BHRKV, group):
-        group, saved, do = group
+    def body(carry, step):
+        dS_BHRKV, gradients = carry
+        i, saved = step
+        group = _group(inputs, document, plan, i)
         chunks = _chunks(group, chunk_size, acc)
-        do = _cut(do, chunk_size, chunks.v_NBHRCV.shape[2:4], acc)
-        *gradients, dS_BHRKV = _backward(chunks, saved, scale, passing, do, dS_BHRKV)
-        return dS_BHRKV, jax.tree.map(_join, tuple(gradients), tuple(group[:5]))
+        do_part = jax.lax.dynamic_slice_in_dim(do, i * plan.tokens, plan.tokens, axis=1)
+        do_part = _cut(do_part, chunk_size, chunks.v_NBHRCV.shape[2:4], acc)
+        *parts, dS_BHRKV = _backward(chunks, saved, scale, passing, do_part, dS_BHRKV)
+        gradients = jax.tree.map(
+            lambda whole, part, like: _put(whole, _join(part, like), plan, i),
+            gradients,
+            tuple(parts),
+            tuple(group[:5]),
+        )
+        return (dS_BHRKV, gradients), None
 
     dS_BHRKV = dS.reshape(saved.states_NBHRKV.shape[2:])
-    dS_BHRKV, gradients = jax.lax.scan(body, dS_BHRKV, (groups, saved, do), reverse=True)
-    return jax.tree.map(_ungroup, gradients, inputs), dS_BHRKV.reshape(dS.shape), None
+    carry = (dS_BHRKV, jax.tree.map(jnp.zeros_like, inputs))
+    steps = (jnp.arange(plan.count), saved)
+    (dS_BHRKV, gradients), _ = jax.lax.scan(body, carry, steps, reverse=True)
+    gradients = jax.tree.map(lambda x: x[:, :length], gradients)
+    return gradients, dS_BHRKV.reshape(dS.shape), None
 
 
 _core.defvjp(_core_forward, _core_backward)
