@@ -8,18 +8,17 @@ The folder holds `train` and `held_out` rows and a `meta.json`; it appears only 
 """
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 
+from fastweights import cli
 from fastweights.data.prepare import prepare_corpus
 from fastweights.data.source import read_documents
 from fastweights.data.tokenizer import BYTES
-from fastweights.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepares the data that the arguments name; returns the exit status."""
+    """Prepares the data that the arguments name."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -38,17 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     start = time.perf_counter()
     separator = args.separator.replace(r"\n", "\n")
-    try:
-        meta = prepare_corpus(
-            lambda: read_documents(args.input, text_field=args.text_field, separator=separator),
-            args.out,
-            length=args.length,
-            tokenizer=args.tokenizer,
-            held_out=args.held_out,
-        )
-    except UserError as error:
-        print(f"prepare_data: {error}", file=sys.stderr)
-        return 1
+    meta = prepare_corpus(
+        lambda: read_documents(args.input, text_field=args.text_field, separator=separator),
+        args.out,
+        length=args.length,
+        tokenizer=args.tokenizer,
+        held_out=args.held_out,
+    )
     for name, split in meta["splits"].items():
         print(
             f"{name:9}{split['documents']:>12,} documents{split['bytes']:>16,} bytes"
@@ -62,4 +57,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.run(main)

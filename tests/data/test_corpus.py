@@ -204,7 +204,7 @@ def test_the_script_prepares_and_sums_up(tmp_path):
 
 def test_the_script_fails_with_one_sentence(tmp_path):
     done = run_script("--input", tmp_path / "gone.txt", "--out", tmp_path / "o", "--length", 8)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.startswith("prepare_data: There is no input file")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: There is no input file")
     assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "o").exists()
