@@ -1,11 +1,12 @@
-"""How much attention does recall need? Eight layers from all to none of them attention.
+"""How much attention does recall need? Stacks from all to none of their layers attention.
 
-    python scripts/sweep.py --config configs/sweep_ratio.py --workdir runs/ratio --jobs 2
+    python scripts/sweep.py --config configs/sweep_ratio.py --workdir runs/ratio
     python scripts/collect.py runs/ratio > ratio.csv
     python scripts/plot.py ratio.csv --out ratio.png
 
-Patterns from pure attention over 1:1, 3:1 and 7:1 hybrids to pure Gated DeltaNet, DeltaNet and
-linear attention, each at two learning rates and two seeds, on recall of 8 pairs in 32 tokens.
+Pure attention, hybrids of one to one, three to one and seven to one, and pure Gated DeltaNet,
+DeltaNet and linear attention, each at two learning rates and two seeds, on recall of 8 pairs in 32
+tokens. Four layers, and eight for seven to one, which has one attention layer as three to one has.
 """
 
 import itertools
@@ -22,20 +23,25 @@ SEEDS = (0, 1)
 
 def get_config(arg: str | None = None) -> ConfigDict:
     config = load_dict(str(pathlib.Path(__file__).with_name("mqar.py")))
-    config.steps = 600
+    config.steps = 800
     config.data.length = 32
     config.data.mqar.vocab_size = config.model.vocab_size = 64
     config.data.mqar.train = ((32, 8, 1.0),)
     config.data.mqar.test = ((16, 4), (32, 8))
-    config.model.num_layers = 8
+    config.model.num_layers = 4
     for letter in "LDG":
         mixer = config.model.mixers[letter]
-        mixer.head_dim, mixer.value_head_dim = 4, 16
-    config.optim.warmup_steps = 30
-    config.eval.every = config.checkpoint.every = 200
+        mixer.head_dim, mixer.value_head_dim = 8, 16
+    config.optim.warmup_steps = 50
+    config.eval.every = config.checkpoint.every = 400
     return config
 
 
 def sweep():
-    for pattern, lr, seed in itertools.product(PATTERNS, LEARNING_RATES, SEEDS):
-        yield {"model.pattern": pattern, "optim.lr": lr, "seed": seed}
+    for seed, lr, pattern in itertools.product(SEEDS, LEARNING_RATES, PATTERNS):
+        yield {
+            "model.pattern": pattern,
+            "model.num_layers": max(4, len(pattern)),
+            "optim.lr": lr,
+            "seed": seed,
+        }
