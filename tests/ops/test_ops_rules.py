@@ -205,7 +205,14 @@ def test_chunk_size_changes_nothing(chunk_size):
     check(oracle.random_inputs(7), chunk_size=chunk_size)
 
 
-# Documents of a row of 200 tokens in chunks of 64.
+# Chunks of 16 make several groups of chunks of these rows, chunks of 64 a single one.
+FORMS = {
+    "chunked": {"implementation": "chunked"},
+    "chunked_in_groups": {"implementation": "chunked", "chunk_size": 16},
+    "scan": {"implementation": "scan"},
+    "reference": {"implementation": "reference"},
+}
+# Documents of a row of 200 tokens.
 LAYOUTS = {
     "first_token": (1, 199),
     "last_token": (199, 1),
@@ -217,14 +224,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ("chunked", "scan", "reference"))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_documents_equal_separate_runs(layout, implementation):
+def test_packed_documents_equal_separate_runs(layout, form):
     # Slow decay, or a leak from one document into the next would drown in rounding.
     x = oracle.random_inputs(11, g_mean=-1e-3)
     ids = np.repeat(np.arange(len(LAYOUTS[layout])) % 2 + 1, LAYOUTS[layout])
     segment_ids = np.broadcast_to(ids, (2, 200)).astype(np.int32)
-    got = run(x, segment_ids, rule="gated_delta_rule", implementation=implementation)
+    got = run(x, segment_ids, rule="gated_delta_rule", **FORMS[form])
     oracle.assert_close(got, oracle.packed(x, LAYOUTS[layout]))
 
 
@@ -260,9 +267,9 @@ def put(compact, padded_BT, fill):
     return full
 
 
-@pytest.mark.parametrize("implementation", ("chunked", "scan", "reference"))
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("padding", PADDINGS)
-def test_padding_with_nan_changes_nothing(padding, implementation):
+def test_padding_with_nan_changes_nothing(padding, form):
     padded_T = PADDINGS[padding]
     real = int(np.sum(~padded_T))
     lengths = (real,) if real == 1 else (real // 3, real - real // 3)
@@ -272,7 +279,7 @@ def test_padding_with_nan_changes_nothing(padding, implementation):
     segment_ids = np.broadcast_to(ids, (2, 200)).astype(np.int32)
     states = ("initial_state", "dS")
     full = {n: a if n in states else put(a, padded_T, np.nan) for n, a in x.items()}
-    got = run(full, segment_ids, rule="gated_delta_rule", implementation=implementation)
+    got = run(full, segment_ids, rule="gated_delta_rule", **FORMS[form])
     want = oracle.packed(x, lengths)
     want = {n: a if n in ("S", "dinitial_state") else put(a, padded_T, 0) for n, a in want.items()}
     oracle.assert_close(got, {name: a.astype(np.float64) for name, a in want.items()})
