@@ -183,8 +183,13 @@ def test_held_out_text_is_never_trained_on(text_config):
     rows = len(corpus.rows["train"])
     epoch = train_dataset(text_config, seed=0, rows=rows)[0]
     (dataset,) = eval_datasets(text_config, rows=rows).values()
-    held_out = {row.tobytes() for row in dataset[0]["targets"]}
-    assert held_out.isdisjoint(row.tobytes() for row in epoch["targets"])
+
+    def rows_of_text(batch):
+        # A row cut out of a table's rule is the same in any text.
+        return {row.tobytes() for row in batch["targets"] if len(np.unique(row)) > 4}
+
+    assert rows_of_text(dataset[0])
+    assert rows_of_text(dataset[0]).isdisjoint(rows_of_text(epoch))
 
 
 @pytest.mark.parametrize(
