@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(BIN)/python scripts/demo.py --workdir runs/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
