@@ -59,8 +59,9 @@ def label(row: dict[str, Any]) -> str:
 
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="Multi-query associative recall", title_justify="left")
-    for column in ("model", "slice", "recall", "chance", "state bytes", "parameters", "seconds"):
-        table.add_column(column, justify="left" if column in ("model", "slice") else "right")
+    for column in ("model", "slice", "recall", "chance", "state bytes", "weights", "seconds"):
+        left = column in ("model", "slice")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             label(row),

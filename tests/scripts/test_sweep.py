@@ -2,17 +2,14 @@
 
 import csv
 import io
-import sys
 
 import pytest
 
-from runs import ROOT, run
-
-sys.path.insert(0, str(ROOT / "scripts"))
 import collect
 import plot
 import sweep
 from fastweights.errors import UserError
+from runs import ROOT, run
 
 CONFIG = f"""
 from fastweights.config import load_dict
