@@ -14,7 +14,6 @@ from typing import Any
 
 import grain
 import jax
-import numpy as np
 
 from fastweights import cli, evals, flops, sharding
 from fastweights import config as config_lib
@@ -46,6 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     args, config = parse_args(argv)
     if args.multihost:
         initialize(args.coordinator, args.num_processes, args.process_id, args.init_timeout)
+    should_stop = stop_on_sigterm()
     lead = jax.process_index() == 0
     changed = run_folder.check_config(args.workdir, config)
     mesh = sharding.make_mesh(config.mesh)
@@ -72,18 +72,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run:
         return 0
 
-    # ---- Run folder -----------------------------------------------------------------------------
-    wandb_run = None
-    if lead:
-        run_folder.open_run(args.workdir, config)
-        for name, (old, new) in changed.items():
-            print(f"config field {name} changes from {old!r} to {new!r}")
-        run_id = run_folder.read_info(args.workdir)["id"]
-        fields = config_lib.flat(config)
-        wandb_run = metrics.start_wandb(config.log, args.workdir, run_id, fields)
-
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
+        if lead:
+            stack.enter_context(run_folder.claim(args.workdir))
         checkpoints = stack.enter_context(Checkpoints(args.workdir, config.checkpoint))
 
         # ---- Restore: the run's own last whole checkpoint, else a fresh state -------------------
@@ -94,6 +86,16 @@ def main(argv: list[str] | None = None) -> int:
         else:
             step, position = 0, 0
             state = init_state(config.model, tx, blueprint, config.seed)
+
+        # ---- Run folder, written only now that the restore has worked ---------------------------
+        wandb_run = None
+        if lead:
+            run_folder.open_run(args.workdir, config, step)
+            for name, (old, new) in changed.items():
+                print(f"config field {name} changes from {old!r} to {new!r}")
+            run_id = run_folder.read_info(args.workdir)["id"]
+            fields = config_lib.flat(config)
+            wandb_run = metrics.start_wandb(config.log, args.workdir, run_id, fields)
         batches = iterate(dataset)
         grain.experimental.set_next_index(batches, position)
         context = evals.Context(config, blueprint.graphdef, mesh)
@@ -107,7 +109,6 @@ def main(argv: list[str] | None = None) -> int:
 
         # ---- Loop: eval, save, next batch, step, in this order ----------------------------------
         schedule = optim.schedule(config.optim, config.steps)
-        rates = np.asarray(jax.vmap(schedule)(np.arange(config.steps)))
         tokens = config.batch_size * config.data.length
         work = tokens * flops.train_flops_per_token(config.model, config.data.length)
         peak = flops.peak_flops(jax.devices()[0].device_kind)
@@ -117,7 +118,6 @@ def main(argv: list[str] | None = None) -> int:
             for p, _ in jax.tree_util.tree_flatten_with_path(blueprint.abstract["params"])[0]
         ]
         resumed_at = step if saved else -1
-        should_stop = stop_on_sigterm()
         profiling = False
 
         def finish_step(number: int, pending: Any) -> None:
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
                 _not_finite(config, number, values, names, progress, checkpoints)
             if number % config.log.every == 0 or number in (1, config.steps):
                 record = {k: float(v) for k, v in values.items() if v.ndim == 0}
-                record["lr"] = float(rates[number - 1])
+                record["lr"] = float(schedule(number - 1))
                 record |= progress.interval(number, tokens, work, peak_all)
                 log.write("train", number, record)
                 progress.line(number, record)
@@ -143,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
                 if (due_eval or due_save) and pending is not None:
                     finish_step(step, pending)
                     pending = None
+                paused = time.perf_counter()
                 if due_eval:
                     results = evals.flat_metrics(
                         evals.run(config.eval.during, context, state["params"])
@@ -153,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
                 if due_save:
                     checkpoints.save(step, state, data_position=position, evals=results)
                 if due_eval or due_save:
-                    progress.restart_clock()
+                    progress.leave_out(time.perf_counter() - paused)
             if ending:
                 break
 
@@ -179,9 +180,12 @@ def main(argv: list[str] | None = None) -> int:
                 jax.profiler.stop_trace()
                 profiling = False
 
+        if profiling:
+            jax.profiler.stop_trace()
         checkpoints.wait()
         if step < config.steps:
-            progress.say(f"stopped by SIGTERM at step {step}, saved; the same command goes on")
+            saved_it = "saved" if step else "nothing to save yet"
+            progress.say(f"stopped by SIGTERM at step {step}, {saved_it}; the same command goes on")
             return 0
 
         # ---- Final evals ------------------------------------------------------------------------

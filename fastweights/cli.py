@@ -33,7 +33,9 @@ def parse(
 def run(main: Callable[[], int | None]) -> None:
     """Runs a command; a `UserError` becomes one line on stderr and exit code 2."""
     try:
-        sys.exit(main() or 0)
+        code = main() or 0
+        sys.stdout.flush()
+        sys.exit(code)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -44,3 +46,9 @@ def run(main: Callable[[], int | None]) -> None:
         # The reader of our output (such as `head`) has gone; that is no failure of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        # A full disk or a folder that went away under a run; what was saved before is whole.
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"error: {error.strerror}{where}; see to that and start again.", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(2)

@@ -10,16 +10,17 @@ import ast
 import dataclasses
 import difflib
 import json
+import math
 import pathlib
 import runpy
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from fastweights import evals
 from fastweights.data.pipeline import DataConfig
 from fastweights.errors import UserError, check
-from fastweights.evals import EvalConfig
 from fastweights.model import ModelConfig
 from fastweights.sharding import MeshConfig
 from fastweights.training.checkpoint import CheckpointConfig
@@ -56,7 +57,7 @@ class Config:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
-    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    eval: evals.EvalConfig = dataclasses.field(default_factory=evals.EvalConfig)
 
     def __post_init__(self):
         for name in ("steps", "batch_size", "accum_steps"):
@@ -68,6 +69,21 @@ class Config:
             f"batch_size {self.batch_size} is not divisible by accum_steps {self.accum_steps}; "
             "change either of them.",
         )
+        check(
+            0 <= self.z_loss < math.inf, f"z_loss is {self.z_loss}; use 0 (none) or a weight above."
+        )
+        check(self.steps < 2**31, f"steps is {self.steps}; it must be less than 2**31.")
+        evals.check_fits(self.eval.final, self.data)
+        if self.eval.every:
+            evals.check_fits(self.eval.during, self.data)
+        if self.checkpoint.keep_best:
+            name = self.checkpoint.best_metric
+            check(
+                self.eval.every > 0 and name.split("/")[0] in evals.split_names(self.eval.during),
+                f"checkpoint.best_metric is '{name}' but the evals in training are "
+                f"'{self.eval.during}' every {self.eval.every} steps, so that there is no best to "
+                "keep; name a metric of theirs, or set checkpoint.keep_best=0.",
+            )
 
 
 # A resumed run may differ from its stored config in these fields and no others: they change
@@ -127,10 +143,12 @@ def call_config_file(spec: str, function: str, *, pass_arg: bool) -> Any:
     try:
         module = runpy.run_path(path)
         check(function in module, f"config file '{path}' defines no {function}(); add it.")
-        return module[function](*([arg or None] if pass_arg else []))
+        result = module[function](*([arg or None] if pass_arg else []))
+        # A generator's own mistakes belong here as well.
+        return list(result) if isinstance(result, Generator) else result
     except UserError:
         raise
-    except Exception as error:  # whatever a user's file raises is a user's mistake
+    except (Exception, SystemExit) as error:  # whatever a user's file raises is a user's mistake
         message = str(error).replace("\n", " ")
         raise UserError(
             f"config file '{path}' failed with {type(error).__name__}: {message}; fix that file."

@@ -62,7 +62,12 @@ def read_points(spec: str, overrides: list[str]) -> dict[str, list[str]]:
       UserError: no sweep() in the file, two points of one name, or a point that is no valid config.
     """
     points: dict[str, list[str]] = {}
-    for point in config_lib.call_config_file(spec, "sweep", pass_arg=False):
+    found = config_lib.call_config_file(spec, "sweep", pass_arg=False)
+    check(
+        isinstance(found, list | tuple) and all(isinstance(point, dict) for point in found),
+        f"{spec}: sweep() gives {found!r:.80}; it must yield one dict of overrides a run.",
+    )
+    for point in found:
         name = run_name(point)
         check(name not in points, f"{spec}: two points of sweep() are both '{name}'; drop one.")
         fields = [*overrides, *(f"{path}={value}" for path, value in point.items())]
@@ -82,10 +87,14 @@ def run_name(point: dict[str, Any]) -> str:
 
 def run_point(spec: str, workdir: pathlib.Path, fields: list[str]) -> bool:
     """Trains one point, its output in `log.txt`; returns whether it is done."""
-    if run_folder.is_done(workdir):
+    if run_folder.is_done(workdir) and is_this_run(workdir, config_lib.load(spec, fields)):
         print(f"skipped (done)  {workdir.name}", flush=True)
         return True
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"FAILED  {workdir.name[:80]}: {error.strerror}", flush=True)
+        return False
     command = [sys.executable, str(TRAIN), "--config", spec, "--workdir", str(workdir)]
     command += [f"--config.{field}" for field in fields]
     started = time.perf_counter()
@@ -101,6 +110,12 @@ def run_point(spec: str, workdir: pathlib.Path, fields: list[str]) -> bool:
         last = (workdir / "log.txt").read_text().strip().splitlines()[-1:]
         print(f"FAILED (exit {code})  {workdir.name}: {' '.join(last)}", flush=True)
     return done
+
+
+def is_this_run(workdir: pathlib.Path, wanted: config_lib.Config) -> bool:
+    """Whether the folder's run has this config, but for fields that leave its result alone."""
+    changed = config_lib.differences(run_folder.load_config(workdir), wanted)
+    return all(config_lib.is_safe(name) and name != "steps" for name in changed)
 
 
 if __name__ == "__main__":

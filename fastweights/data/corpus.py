@@ -25,6 +25,11 @@ FORMAT = "fastweights rows"
 VERSION = 1
 META = "meta.json"
 SPLITS = ("train", "held_out")
+DTYPES = ("uint16", "uint32")
+META_KEYS = {"length": int, "dtype": str, "tokenizer": str, "vocab_size": int, "splits": dict}
+SPLIT_KEYS = {
+    "file": str, "file_bytes": int, "rows": int, "documents": int, "targets": int, "bytes": int,
+}  # fmt: skip
 
 
 class Rows(Protocol):
@@ -137,7 +142,7 @@ def read_meta(path: str) -> dict[str, Any]:
     """The contents of a corpus' `meta.json`.
 
     Raises:
-      UserError: if it is missing or not of this format and version.
+      UserError: if it is missing, not of this format and version, or lacks what is needed.
     """
     file = os.path.join(path, META)
     remedy = "prepare the data with scripts/prepare_data.py"
@@ -154,7 +159,26 @@ def read_meta(path: str) -> dict[str, Any]:
         f"{file!r} has format version {meta.get('version')} but this code reads {VERSION}; "
         f"{remedy} again.",
     )
+    _check_keys(file, "", meta, META_KEYS)
+    _check_keys(file, "splits.", meta["splits"], dict.fromkeys(SPLITS, dict))
+    for split in SPLITS:
+        _check_keys(file, f"splits.{split}.", meta["splits"][split], SPLIT_KEYS)
+    check(
+        meta["dtype"] in DTYPES,
+        f"{file!r} has dtype {meta['dtype']!r}, not one of {', '.join(DTYPES)}; {remedy} again.",
+    )
     return meta
+
+
+def _check_keys(file: str, prefix: str, values: dict[str, Any], kinds: dict[str, type]) -> None:
+    remedy = "prepare the data with scripts/prepare_data.py again"
+    for key, kind in kinds.items():
+        check(key in values, f"{file!r} lacks {prefix + key!r}; {remedy}.")
+        check(
+            type(values[key]) is kind,
+            f"{file!r} has {values[key]!r} for {prefix + key!r}, not of type {kind.__name__}; "
+            f"{remedy}.",
+        )
 
 
 class ArrayRecordRows:
@@ -167,6 +191,7 @@ class ArrayRecordRows:
 
     def __init__(self, path: str, dtype: str):
         records = grain.sources.ArrayRecordDataSource(path)
+        self._path = path
         self._records = cast(grain.sources.RandomAccessDataSource[bytes], records)
         self._dtype = np.dtype(dtype).newbyteorder("<")
 
@@ -174,7 +199,14 @@ class ArrayRecordRows:
         return len(self._records)
 
     def __getitem__(self, index: int, /) -> np.ndarray:
-        return np.frombuffer(self._records[index], self._dtype)
+        try:
+            record = self._records[index]
+        except RuntimeError as error:  # The reader's error for bytes that fail their checksum.
+            raise UserError(
+                f"Row {index} of the data file {self._path!r} can't be read ({error}); copy the "
+                "file again or prepare the data again."
+            ) from error
+        return np.frombuffer(record, self._dtype)
 
 
 def _open_rows(file: str, rows: int, file_bytes: int, dtype: str) -> ArrayRecordRows:

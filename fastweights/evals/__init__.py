@@ -3,23 +3,21 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from fastweights.data import DataConfig
 from fastweights.errors import check
 from fastweights.evals import length, perplexity, recall
 from fastweights.evals.forward import Context
 from fastweights.evals.result import Result
 from fastweights.files import write_atomic
 
-EVALS: dict[str, Callable[[Context, Any], Result]] = {
-    "recall": recall.evaluate,
-    "ppl": perplexity.evaluate,
-    "length": length.evaluate,
-}
+# Each has `evaluate(context, params) -> Result` and `check_fits(data)`, which raises `UserError`
+# for data that the eval has nothing to say of.
+EVALS = {"recall": recall, "ppl": perplexity, "length": length}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +50,7 @@ def split_names(names: str) -> list[str]:
       UserError: an eval that does not exist.
     """
     found = [name.strip() for name in names.split(",") if name.strip()]
+    check(bool(found), f"the list of evals '{names}' is empty; name some of {', '.join(EVALS)}.")
     for name in found:
         check(name in EVALS, f"eval '{name}' does not exist; known: {', '.join(EVALS)}.")
     return found
@@ -59,7 +58,13 @@ def split_names(names: str) -> list[str]:
 
 def run(names: str, context: Context, params: Any) -> dict[str, Result]:
     """Runs the named evals in order."""
-    return {name: EVALS[name](context, params) for name in split_names(names)}
+    return {name: EVALS[name].evaluate(context, params) for name in split_names(names)}
+
+
+def check_fits(names: str, data: DataConfig) -> None:
+    """Raises `UserError` if one of the named evals can't be run on these data."""
+    for name in split_names(names):
+        EVALS[name].check_fits(data)
 
 
 def flat_metrics(results: dict[str, Result]) -> dict[str, float]:

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from fastweights.data import Corpus, open_text
+from fastweights.data import Corpus, DataConfig, open_text
 from fastweights.data.packing import Batch, to_batch
 from fastweights.data.pipeline import HELD_OUT, TEXT
+from fastweights.errors import check
 from fastweights.evals.forward import Context
 from fastweights.evals.perplexity import position_sums
 from fastweights.evals.recall import score_slices
 from fastweights.evals.result import Result
+from fastweights.tasks import TASKS, Slice
 
 FACTORS = (1, 2, 4)
 
@@ -25,7 +27,7 @@ def evaluate(context: Context, params: Any) -> Result:
     """
     data = context.config.data
     if data.kind != TEXT:
-        rows = score_slices(context, params, lambda part: part.length > data.length)
+        rows = score_slices(context, params, _slices(data))
         return Result({"mean": float(np.mean([row["recall"] for row in rows]))}, rows)
 
     corpus = open_text(data)
@@ -49,6 +51,20 @@ def evaluate(context: Context, params: Any) -> Result:
         )
         metrics[f"nll_x{factor}"] = nll
     return Result(metrics, rows)
+
+
+def check_fits(data: DataConfig) -> None:
+    """Raises `UserError` if a recall task has no slice longer than a row; text always fits."""
+    check(
+        data.kind == TEXT or bool(_slices(data)),
+        f"data.{data.kind}.test has no slice longer than data.length {data.length} for the eval "
+        "length; add one.",
+    )
+
+
+def _slices(data: DataConfig) -> list[Slice]:
+    slices = TASKS[data.kind].eval_slices(data.task)
+    return [part for part in slices if part.length > data.length]
 
 
 def longer_rows(corpus: Corpus, factor: int, rows: int) -> Iterator[Batch]:

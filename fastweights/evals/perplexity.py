@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastweights.data import eval_datasets, open_text
+from fastweights.data import DataConfig, eval_datasets, open_text
 from fastweights.data.pipeline import HELD_OUT, TEXT
 from fastweights.errors import check
 from fastweights.evals.forward import Context
@@ -21,19 +21,27 @@ def evaluate(context: Context, params: Any) -> Result:
     `eval.max_batches` the loss is that of the part read, and is taken for the whole.
     """
     config = context.config
-    check(
-        config.data.kind == TEXT,
-        f"this run was trained on '{config.data.kind}', which has no held-out text; "
-        "use the eval recall.",
-    )
     batches = eval_datasets(config.data, rows=context.rows)[HELD_OUT]
     limit = config.eval.max_batches or len(batches)
     read = itertools.islice(batches, limit)
     nll_P, count_P = position_sums(context, params, read, config.data.length)
     nll = float(nll_P.sum() / count_P.sum())
     bits = open_text(config.data).counts[HELD_OUT].bits_per_byte(nll)
-    metrics = {"nll": nll, "ppl": math.exp(nll), "bits_per_byte": bits}
+    metrics = {"nll": nll, "ppl": perplexity(nll), "bits_per_byte": bits}
     return Result(metrics, by_position(nll_P, count_P))
+
+
+def check_fits(data: DataConfig) -> None:
+    """Raises `UserError` unless the data are text."""
+    check(
+        data.kind == TEXT,
+        f"data.kind is '{data.kind}', which has no held-out text for the eval ppl; use recall.",
+    )
+
+
+def perplexity(nll: float) -> float:
+    """e^nll; infinite where a diverged model's exceeds a float."""
+    return math.exp(nll) if nll < 700 else math.inf
 
 
 def by_position(nll_P: np.ndarray, count_P: np.ndarray) -> list[dict[str, Any]]:
@@ -46,7 +54,7 @@ def by_position(nll_P: np.ndarray, count_P: np.ndarray) -> list[dict[str, Any]]:
         if count:
             nll = float(nll_P[start:stop].sum() / count)
             name = f"{start}-{stop - 1}"
-            rows.append({"slice": name, "nll": nll, "ppl": math.exp(nll), "targets": count})
+            rows.append({"slice": name, "nll": nll, "ppl": perplexity(nll), "targets": count})
     return rows
 
 

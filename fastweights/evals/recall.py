@@ -1,11 +1,10 @@
 """Recall by slice: accuracy over answer positions, beside what a guess would score."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from fastweights.data import eval_datasets
+from fastweights.data import DataConfig, eval_datasets
 from fastweights.errors import check
 from fastweights.evals.forward import Context
 from fastweights.evals.result import Result
@@ -17,32 +16,32 @@ def evaluate(context: Context, params: Any) -> Result:
 
     Longer slices are extrapolation, which the eval `length` reports: one mean would hide either.
     """
-    length = context.config.data.length
-    rows = score_slices(context, params, lambda part: part.length <= length)
+    rows = score_slices(context, params, _slices(context.config.data))
     return Result({"mean": float(np.mean([row["recall"] for row in rows]))}, rows)
 
 
-def score_slices(
-    context: Context, params: Any, wanted: Callable[[Slice], bool]
-) -> list[dict[str, Any]]:
-    """One row a test slice that is wanted, in the order of the config.
-
-    Raises:
-      UserError: the run's data is no recall task, or no slice is wanted.
-    """
-    data = context.config.data
+def check_fits(data: DataConfig) -> None:
+    """Raises `UserError` if the data have no slice to score."""
     check(
         data.kind in TASKS,
-        f"this run was trained on '{data.kind}', which has no recall slices; "
-        f"recall needs data.kind to be one of: {', '.join(TASKS)}.",
+        f"data.kind is '{data.kind}', which has no recall slices; the eval recall needs one of: "
+        f"{', '.join(TASKS)}.",
     )
-    slices = [part for part in TASKS[data.kind].eval_slices(data.task) if wanted(part)]
     check(
-        bool(slices),
-        f"data.{data.kind}.test has no slice for this eval at data.length {data.length}; "
-        "add one: recall takes slices up to that length, length takes longer ones.",
+        bool(_slices(data)),
+        f"data.{data.kind}.test has no slice of at most data.length {data.length} for the eval "
+        "recall; add one.",
     )
-    datasets = eval_datasets(data, rows=context.rows)
+
+
+def _slices(data: DataConfig) -> list[Slice]:
+    slices = TASKS[data.kind].eval_slices(data.task)
+    return [part for part in slices if part.length <= data.length]
+
+
+def score_slices(context: Context, params: Any, slices: list[Slice]) -> list[dict[str, Any]]:
+    """One row a slice, in their order."""
+    datasets = eval_datasets(context.config.data, rows=context.rows)
     return [_score(context, params, part, datasets[part.name]) for part in slices]
 
 

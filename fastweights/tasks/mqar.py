@@ -15,6 +15,7 @@ Array legend: N examples, T tokens, K pairs, S slots, P population, R rows, L ro
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -98,16 +99,16 @@ class MQARConfig:
             object.__setattr__(self, name, entries)
             for entry in entries:
                 check(
-                    len(entry) == width and all(isinstance(size, int) for size in entry[:2]),
+                    len(entry) == width and all(type(size) is int for size in entry[:2]),
                     f"mqar.{name} has the entry {entry}, but each needs {width} numbers: "
-                    f"(length, pairs{', weight' if width == 3 else ''}).",
+                    f"(length, pairs{', weight' if width == 3 else ''}), the first two integers.",
                 )
                 self._check_slice(name, entry[0], entry[1])
         for length, pairs, weight in self.train:
             check(
-                weight > 0,
-                f"mqar.train gives ({length}, {pairs}) the weight {weight}; weights must be "
-                "positive, so leave the slice out instead.",
+                isinstance(weight, int | float) and 0 < weight < math.inf,
+                f"mqar.train gives ({length}, {pairs}) the weight {weight!r}; weights must be "
+                "finite positive numbers, so change it or leave the slice out.",
             )
         check(
             len(set(self.test)) == len(self.test),

@@ -55,7 +55,8 @@ class CheckpointConfig:
 class Checkpoints:
     """The checkpoints of one run. Use as a context manager: leaving it waits for the last write."""
 
-    def __init__(self, workdir: pathlib.Path, config: CheckpointConfig):
+    def __init__(self, workdir: pathlib.Path, config: CheckpointConfig, *, read_only: bool = False):
+        """Opens the run's checkpoints; `read_only` while another process may be writing them."""
         self._config = config
         self._directory = (workdir / "checkpoints").absolute()
         # Any: orbax's policies do not satisfy its own protocols' types.
@@ -75,7 +76,8 @@ class Checkpoints:
             self._directory,
             save_decision_policy=training.save_decision_policies.FixedIntervalPolicy(1),
             preservation_policy=policies.AnyPreservationPolicy(keep),
-            cleanup_tmp_directories=True,
+            # What a kill left half-written; for a reader it may be a save in flight.
+            cleanup_tmp_directories=not read_only,
         )
 
     def __enter__(self) -> "Checkpoints":
@@ -133,19 +135,34 @@ class Checkpoints:
         Raises:
           UserError: the checkpoint holds other parameters; each differing one is named.
         """
-        stored = self._orbax.checkpointables_metadata(step).metadata["state"]
+        try:
+            stored = self._orbax.checkpointables_metadata(step).metadata["state"]
+        except Exception as error:
+            raise self._damaged(step, error) from error
+        if not jax.tree.leaves(stored):
+            raise self._damaged(step, ValueError("it holds no arrays"))
         differing = _tree_differences(stored, abstract)
         check(
             not differing,
             f"checkpoint {step} in '{self._directory}' is from another model: "
             f"{'; '.join(differing)}; use that model's config or another --workdir.",
         )
-        restored = self._orbax.load_checkpointables(step, {"state": abstract, "data": None})
-        return restored["state"], int(restored["data"]["next_index"])
+        try:
+            restored = self._orbax.load_checkpointables(step, {"state": abstract, "data": None})
+            return restored["state"], int(restored["data"]["next_index"])
+        except Exception as error:
+            raise self._damaged(step, error) from error
 
     def restore_params(self, step: int, abstract: State) -> Any:
         """Only the parameters of `step`; arguments and errors as `restore`."""
         return self.restore(step, abstract)[0]["params"]
+
+    def _damaged(self, step: int, error: Exception) -> UserError:
+        reason = str(error).strip().split("\n")[0][:200]
+        return UserError(
+            f"checkpoint {step} in '{self._directory}' is damaged ({reason}); delete its folder to "
+            "go on from an earlier one."
+        )
 
     def _failed(self, step: int | None, error: Exception) -> UserError:
         which = "the last checkpoint" if step is None else f"step {step}"
@@ -153,7 +170,7 @@ class Checkpoints:
         return UserError(
             f"{which} could not be written to '{self._directory}' ({reason}); "
             f"earlier checkpoints are intact ({self.steps() or 'none'}): "
-            "free disk space and start again."
+            "check the disk and start again."
         )
 
 

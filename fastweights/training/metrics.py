@@ -12,7 +12,7 @@ from typing import Any
 import rich.progress
 from rich.console import Console
 
-from fastweights.errors import check
+from fastweights.errors import UserError, check
 from fastweights.files import write_atomic
 
 
@@ -60,12 +60,13 @@ class MetricsLog:
           wandb_run: from `start_wandb`.
         """
         path = workdir / "metrics.jsonl" if lead else pathlib.Path(os.devnull)
-        kept = _whole_lines(path) if path.is_file() else []
-        kept = [line for line in kept if json.loads(line)["step"] <= step]
+        kept = _read_lines(path) if path.is_file() else []
+        # The final evals come again too.
+        kept = [record for record in kept if record["step"] <= step and record["kind"] != "final"]
         # Seconds of training up to here, over all earlier starts.
-        self.seconds = max((json.loads(line).get("seconds", 0.0) for line in kept), default=0.0)
+        self.seconds = max((record.get("seconds", 0.0) for record in kept), default=0.0)
         if lead:
-            write_atomic(path, "".join(kept))
+            write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = path.open("a")
         self._wandb = wandb_run
 
@@ -94,13 +95,23 @@ class MetricsLog:
 def read_metrics(workdir: pathlib.Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The records of a run, oldest first; of one kind ("train", "eval") if named."""
     path = workdir / "metrics.jsonl"
-    records = [json.loads(line) for line in _whole_lines(path)] if path.is_file() else []
+    records = _read_lines(path) if path.is_file() else []
     return [record for record in records if kind in (None, record["kind"])]
 
 
-def _whole_lines(path: pathlib.Path) -> list[str]:
+def _read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    records = []
     # A kill can leave the last line cut short; what is before it is whole.
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            records.append(json.loads(line))
+            check({"kind", "step"} <= records[-1].keys(), "a record has a kind and a step")
+        except (ValueError, AttributeError) as error:
+            raise UserError(
+                f"line {number} of '{path}' is no record of a run ({error}); restore the file or "
+                "delete that line."
+            ) from error
+    return records
 
 
 def start_wandb(config: LogConfig, workdir: pathlib.Path, run_id: str, fields: dict) -> Any:
@@ -180,9 +191,9 @@ class Progress:
         self._interval, self._last_step, self._waited = now, step, 0.0
         return speeds
 
-    def restart_clock(self) -> None:
-        """Leaves the time since the last call (an eval, a save) out of the next interval."""
-        self._interval = time.perf_counter()
+    def leave_out(self, seconds: float) -> None:
+        """Takes the time of an eval or a save out of the present interval's speeds."""
+        self._interval += seconds
 
     def line(self, step: int, values: dict[str, float]) -> None:
         """step | loss | acc | lr | tok/s | mfu | wait | eta"""

@@ -4,6 +4,7 @@ Scanned layers carry a leading layer axis, so a rank test would take a stacked b
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -60,7 +61,10 @@ class OptimConfig:
                 value in allowed,
                 f"optim.{name} is '{value}'; use one of: {', '.join(allowed)}.",
             )
-        check(self.lr > 0, f"optim.lr is {self.lr}; it must be positive.")
+        check(0 < self.lr < math.inf, f"optim.lr is {self.lr}; it must be positive.")
+        for name in ("b1", "b2"):
+            value = getattr(self, name)
+            check(0 <= value < 1, f"optim.{name} is {value}; it must lie in [0, 1).")
         for name in ("warmup_steps", "decay_steps", "weight_decay", "clip_norm", "end_lr_ratio"):
             value = getattr(self, name)
             check(value >= 0, f"optim.{name} is {value}; it must not be negative.")

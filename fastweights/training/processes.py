@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from jax.experimental import multihost_utils
 
-from fastweights.errors import UserError
+from fastweights.errors import UserError, check
 
 
 def initialize(
@@ -24,6 +24,11 @@ def initialize(
     Raises:
       UserError: no cluster found, or the others did not come in time.
     """
+    host, _, port = (coordinator or "cluster:0").rpartition(":")
+    check(
+        bool(host) and port.isdigit(),
+        f"--coordinator is '{coordinator}'; write it as host:port, such as 10.0.0.1:1234.",
+    )
     # JAX ends a process that waits in vain without raising; this line then says what it waited for.
     print(
         f"process {process_id} of {num_processes}: joining the others at {coordinator} "

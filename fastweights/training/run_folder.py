@@ -8,6 +8,7 @@ evals/          one JSON file an eval and step
 DONE            written last, when all steps are trained and the final evals are on disk
 """
 
+import fcntl
 import importlib.metadata
 import json
 import pathlib
@@ -16,11 +17,11 @@ import subprocess
 import sys
 import time
 import uuid
-from typing import Any
+from typing import IO, Any
 
 from fastweights import config as config_lib
 from fastweights.errors import UserError, check
-from fastweights.files import write_atomic
+from fastweights.files import read_json, write_atomic
 
 VERSIONS_OF = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -34,7 +35,11 @@ def check_config(workdir: pathlib.Path, config: config_lib.Config) -> dict[str, 
     Raises:
       UserError: a field differs that a resumed run may not change.
     """
-    saved = [int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit()]
+    saved = [
+        int(path.parent.name)
+        for path in workdir.glob("checkpoints/*/_CHECKPOINT_METADATA")
+        if path.parent.name.isdigit()
+    ]
     # Without a checkpoint there is nothing that another config could spoil.
     if not saved or not (workdir / "config.json").is_file():
         return {}
@@ -56,23 +61,49 @@ def check_config(workdir: pathlib.Path, config: config_lib.Config) -> dict[str, 
     return changed
 
 
-def open_run(workdir: pathlib.Path, config: config_lib.Config) -> None:
-    """Makes or reopens the folder, stores the config and notes this start.
+def claim(workdir: pathlib.Path) -> IO[str]:
+    """Makes the folder and locks it for this process, until the returned file is closed.
 
     Raises:
-      UserError: the folder can't be written.
+      UserError: the folder can't be written, or another process has it.
     """
     try:
-        (workdir / "evals").mkdir(parents=True, exist_ok=True)
-        # A finished run that goes on (with more steps) is not finished any more.
-        (workdir / "DONE").unlink(missing_ok=True)
-        write_atomic(workdir / "config.json", config_lib.to_json(config))
-        _note_start(workdir / "run.json")
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock = (workdir / ".lock").open("w")
     except OSError as error:
+        raise _unwritable(workdir, error) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
         raise UserError(
-            f"workdir '{workdir}' can't be written ({error.strerror}); "
-            "choose another --workdir or free it."
+            f"'{workdir}' is in use by another process that trains in it; wait for that one or use "
+            "another --workdir."
         ) from error
+    return lock
+
+
+def open_run(workdir: pathlib.Path, config: config_lib.Config, step: int) -> None:
+    """Stores the config and notes this start, from `step` on; comes after a restore that worked.
+
+    Raises:
+      UserError: the folder can't be written, or its run.json is broken.
+    """
+    try:
+        _note_start(workdir / "run.json")
+        write_atomic(workdir / "config.json", config_lib.to_json(config))
+        if step < config.steps:
+            # A finished run that goes on (with more steps) is not finished any more.
+            (workdir / "DONE").unlink(missing_ok=True)
+    except OSError as error:
+        raise _unwritable(workdir, error) from error
+
+
+def _unwritable(workdir: pathlib.Path, error: OSError) -> UserError:
+    return UserError(
+        f"workdir '{workdir}' can't be written ({error.strerror}); "
+        "choose another --workdir or free it."
+    )
 
 
 def load_config(workdir: pathlib.Path) -> config_lib.Config:
@@ -84,13 +115,13 @@ def load_config(workdir: pathlib.Path) -> config_lib.Config:
     path = workdir / "config.json"
     check(path.is_file(), f"'{workdir}' holds no run (no config.json); check --workdir.")
     try:
-        return config_lib.from_json(path.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"'{path}' is not valid JSON ({error}); restore or delete it.") from error
+        return config_lib.freeze(read_json(path))
+    except UserError as error:
+        raise UserError(f"the config of '{workdir}' can't be used: {error}") from error
 
 
 def read_info(workdir: pathlib.Path) -> dict[str, Any]:
-    return json.loads((workdir / "run.json").read_text())
+    return read_json(workdir / "run.json")
 
 
 def is_done(workdir: pathlib.Path) -> bool:
@@ -104,7 +135,11 @@ def mark_done(workdir: pathlib.Path, step: int) -> None:
 def _note_start(path: pathlib.Path) -> None:
     """Adds this start to run.json; the id stays for the life of the folder."""
     fresh = {"id": uuid.uuid4().hex[:8], "starts": []}
-    info = json.loads(path.read_text()) if path.is_file() else fresh
+    info = read_json(path) if path.is_file() else fresh
+    check(
+        isinstance(info, dict) and fresh.keys() <= info.keys(),
+        f"'{path}' is not what a run writes there; restore or delete it.",
+    )
     info["starts"].append(
         {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

@@ -15,6 +15,7 @@ from fastweights.data import eval_datasets, open_text
 from fastweights.data.packing import pack, to_batch, unpack
 from fastweights.errors import UserError
 from fastweights.evals.length import longer_rows
+from fastweights.evals.perplexity import perplexity
 from fastweights.model import abstract_model, init_params
 from fastweights.tasks import solvers
 from fastweights.training.loss import TokenLoss
@@ -133,12 +134,21 @@ def test_max_batches_reads_no_more(text_context):
 
 
 @pytest.mark.parametrize(
-    "fixture, name, told",
-    [("recall_context", "ppl", "no held-out text"), ("text_context", "recall", "no recall slices")],
+    "spec, override, told",
+    [
+        (TINY, "eval.final=ppl", "no held-out text"),
+        (TINY, "data.length=24", "no slice longer than data.length 24"),
+        (f"{TINY}:text", "eval.final=recall", "no recall slices"),
+    ],
 )
-def test_an_eval_that_does_not_fit_the_data_says_so(request, fixture, name, told):
+def test_an_eval_that_does_not_fit_the_data_is_refused_with_the_config(spec, override, told):
+    fields = ["eval.final=length"] if "length" in override else []
     with pytest.raises(UserError, match=told):
-        evals.run(name, request.getfixturevalue(fixture), None)
+        config_lib.load(spec, [*fields, override])
+
+
+def test_a_diverged_model_has_infinite_perplexity():
+    assert perplexity(1e4) == math.inf
 
 
 def test_results_are_written_as_they_are(tmp_path):

@@ -44,6 +44,12 @@ def command(workdir: pathlib.Path, *overrides: str, spec: str = TINY) -> list[st
         ("data.length=8", "mqar.train has a slice of length 16 but the row length is 8"),
         ("eval.final=recal", "eval 'recal' does not exist; known: recall"),
         ("log.wandb=maybe", "log.wandb is 'maybe'; use disabled, offline or online"),
+        ("eval.final=ppl", "data.kind is 'mqar', which has no held-out text"),
+        ("eval.final=,", "the list of evals ',' is empty"),
+        ("checkpoint.keep_best=1", "so that there is no best to keep"),
+        ("z_loss=-1.0", "z_loss is -1.0; use 0 (none) or a weight above"),
+        ("optim.lr=inf", "optim.lr is inf; it must be positive"),
+        ("steps=99999999999999999999", "it must be less than 2**31"),
         ("checkpoint.keep_last=0", "checkpoint.keep_last is 0; set it to 1 or more"),
     ],
 )
@@ -171,6 +177,8 @@ def test_a_checkpoint_of_another_model_names_each_parameter(copy):
     assert "mixer.qkv.q.kernel is stored as (1, 16, 16) and (1, 16, 32) in the model" in told
     assert "mlp.down.kernel (1, 16, 16) is stored but not in the model" in told
     assert saved_steps(copy) == {"2", "4"}
+    # A refused command leaves the finished run as it was, so that the right one still works.
+    assert (copy / "DONE").exists() and not (copy / "config.json").exists()
 
 
 def test_a_disk_too_full_for_a_checkpoint_keeps_the_earlier_ones(copy, monkeypatch):
@@ -197,6 +205,40 @@ def test_a_write_that_fails_midway_keeps_the_earlier_checkpoints(copy):
     assert "Traceback" not in output
     runs.train(copy, *PLAIN, "steps=8")
     assert saved_steps(copy) == {"6", "8"}
+
+
+def test_a_workdir_in_use_by_another_process_is_refused(copy):
+    with (
+        run_folder.claim(copy),
+        pytest.raises(UserError, match="is in use by another process that trains in it"),
+    ):
+        train.main(command(copy, *PLAIN))
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "config.json"])
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"[1, 2\n", b"\xff\xfe\n"], ids=repr)
+def test_a_broken_file_of_the_run_is_named(copy, name, content):
+    if name == "metrics.jsonl" and not content:
+        pytest.skip("an empty log is a log without lines")
+    (copy / name).write_bytes(content)
+    if name == "config.json" and content == b"{}\n":
+        match = "holds a run with another config"
+    else:
+        match = f"{name}' "
+    with pytest.raises(UserError, match=match):
+        train.main(command(copy, *PLAIN))
+    assert (copy / "DONE").exists()
+    assert saved_steps(copy) == {"2", "4"}
+
+
+@pytest.mark.parametrize("part", ["state", "data"])
+def test_a_damaged_checkpoint_is_named_and_the_earlier_one_serves(copy, part):
+    shutil.rmtree(copy / "checkpoints" / "4" / part)
+    with pytest.raises(UserError, match=r"checkpoint 4 .* is damaged .*; delete its folder"):
+        train.main(command(copy, *PLAIN))
+    shutil.rmtree(copy / "checkpoints" / "4")
+    train.main(command(copy, *PLAIN))
+    assert saved_steps(copy) == {"2", "4"}
 
 
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])

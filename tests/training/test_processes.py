@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import runs
+from fastweights.errors import UserError
+from fastweights.training import processes
 
 PLAIN = ("model.pattern=A", "model.num_layers=1", "checkpoint.every=3")
 
@@ -63,6 +65,11 @@ def test_sigterm_to_one_process_saves_and_ends_both(alone, tmp_path):
     assert (code, other_code) == (0, 0), output + other_output
     assert "stopped by SIGTERM at step" in output
     assert len(list((workdir / "checkpoints").iterdir())) == 1
+
+
+def test_a_coordinator_without_a_port_is_refused():
+    with pytest.raises(UserError, match=r"--coordinator is '10\.0\.0\.1'; write it as host:port"):
+        processes.initialize("10.0.0.1", 1, 0, 2)
 
 
 def test_a_process_that_waits_in_vain_says_so(tmp_path):

@@ -94,4 +94,5 @@ def test_a_finished_run_says_so_and_only_evaluates(uninterrupted, tmp_path):
     output = runs.train(workdir, *LONG)
     assert "this run is finished, evaluating only" in output
     assert (workdir / "evals" / f"recall-{STEPS}.json").is_file()
+    assert (workdir / "metrics.jsonl").read_text().count('"kind": "final"') == 1
     runs.assert_same_run(uninterrupted, workdir)

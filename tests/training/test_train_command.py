@@ -55,6 +55,7 @@ def test_the_folder_holds_config_metrics_checkpoints_and_evals(text_run):
     assert {"loss", "lr", "tokens_per_s", "data_wait", "grad_norm", "seconds"} <= records[0].keys()
     assert "mfu" not in records[0], "a CPU has no known peak, so no MFU may be told"
     assert {path.name for path in (workdir / "checkpoints").iterdir()} == {"2", "4", "6"}
+    assert records[0]["tokens_per_s"] > 0
     info = json.loads((workdir / "run.json").read_text())
     assert len(info["id"]) == 8 and info["starts"][0]["versions"]["jax"]
     assert (workdir / "DONE").read_text() == "6\n"
@@ -85,6 +86,7 @@ def test_evaluating_an_earlier_step_gives_what_training_logged_then(text_run):
         (["--step", "3"], r"no checkpoint of step 3; it has \[2, 4, 6\]"),
         (["--evals", "bleu"], "eval 'bleu' does not exist; known: recall"),
         (["--evals", "recall"], "no recall slices"),
+        (["--config.model.dtype=bfloat16"], "model.dtype=bfloat16 would change the model"),
         (["--config.model.d_modle=3"], "did you mean 'model.d_model'"),
     ],
 )
@@ -92,6 +94,43 @@ def test_eval_names_what_it_cannot_do(text_run, arguments, told):
     workdir, _ = text_run
     with pytest.raises(UserError, match=told):
         eval_command.main(["--workdir", str(workdir), *arguments])
+
+
+def test_eval_with_other_data_is_printed_and_not_written(text_run, capsys):
+    workdir, _ = text_run
+    before = (workdir / "evals" / "ppl-6.json").read_text()
+    eval_command.main(["--workdir", str(workdir), "--config.eval.max_batches=1"])
+    assert "ppl at step 6" in capsys.readouterr().out
+    assert (workdir / "evals" / "ppl-6.json").read_text() == before
+
+
+def test_eval_leaves_a_save_in_flight_alone(text_run):
+    workdir, _ = text_run
+    writing = workdir / "checkpoints" / "9.orbax-checkpoint-tmp"
+    writing.mkdir()
+    eval_command.main(["--workdir", str(workdir)])
+    assert writing.exists()
+    writing.rmdir()
+
+
+def test_eval_refuses_data_beyond_the_models_vocabulary(tmp_path):
+    workdir = tmp_path / "run"
+    train.main(runs.train_command(workdir, *PLAIN)[1:])
+    with pytest.raises(UserError, match="use 64 token ids but the model's vocab_size is 32"):
+        eval_command.main(["--workdir", str(workdir), "--config.data.mqar.vocab_size=64"])
+
+
+def test_evals_and_saves_do_not_count_in_the_speed(monkeypatch):
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(clock))
+    progress = metrics.Progress(100, 0, seconds=5.0, quiet=True)
+    progress.waited(1.0)
+    progress.leave_out(8.0)
+    speeds = progress.interval(20, tokens_per_step=3, flops_per_step=1.0, peak_flops=None)
+    progress.close()
+    assert speeds["tokens_per_s"] == 20 * 3 / 2.0
+    assert speeds["data_wait"] == 0.5
+    assert speeds["seconds"] == 15.0
 
 
 def test_eval_of_no_run_says_so(tmp_path):
@@ -116,8 +155,9 @@ def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):
     assert 8 in kept and kept <= best | {8} and kept & best
 
 
-def test_a_profiler_window_leaves_a_trace(tmp_path):
-    fields = (*PLAIN, "log.profile_start=2", "log.profile_steps=2")
+@pytest.mark.parametrize("steps", [2, 20], ids=["inside", "past the end"])
+def test_a_profiler_window_leaves_a_trace(tmp_path, steps):
+    fields = (*PLAIN, "log.profile_start=2", f"log.profile_steps={steps}")
     train.main(runs.train_command(tmp_path / "run", *fields)[1:])
     assert list((tmp_path / "run" / "profile").glob("**/*.xplane.pb"))
 
