@@ -35,7 +35,7 @@ class QKVProjection(nnx.Module):
     """q, k, v from x, each through a causal depthwise convolution with SiLU.
 
     `conv_size` 0 leaves the convolution (and its SiLU) out. Convolution weights start uniform in
-    +-1/sqrt(W), and are replicated on every device.
+    +-1/sqrt(W), their biases from 0; both are replicated on every device.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ class QKVProjection(nnx.Module):
         dtype,
         param_dtype,
         rngs: nnx.Rngs,
+        conv_bias: bool = False,
     ):
         """`dims` gives the width of each of "q", "k" and "v", all heads together."""
-        self.conv_size, self.dtype = conv_size, dtype
+        self.conv_size, self.conv_bias, self.dtype = conv_size, conv_bias, dtype
         self.dims = tuple(dims.items())
         for name, dim in self.dims:
             linear = Linear(
@@ -67,6 +68,9 @@ class QKVProjection(nnx.Module):
                     rngs.params(), (conv_size, dim), param_dtype, -bound, bound
                 )
                 setattr(self, f"conv_{name}", nnx.Param(taps_WD, logical_axes=(None, None)))
+            if conv_size and conv_bias:
+                bias_D = nnx.Param(jnp.zeros((dim,), param_dtype), logical_axes=(None,))
+                setattr(self, f"conv_bias_{name}", bias_D)
 
     def __call__(
         self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None, cache: dict[str, Any] | None
@@ -76,9 +80,11 @@ class QKVProjection(nnx.Module):
         for name, _ in self.dims:
             y_BTD = getattr(self, name)(x_BTD)
             if self.conv_size:
+                bias_D = getattr(self, f"conv_bias_{name}")[...] if self.conv_bias else None
                 y_BTD, tail = ops.short_convolution(
                     y_BTD,
                     getattr(self, f"conv_{name}")[...].astype(self.dtype),
+                    bias_D,
                     cache=None if cache is None else cache[name],
                     segment_ids=segment_ids_BT,
                     activation="silu",

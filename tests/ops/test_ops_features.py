@@ -127,6 +127,19 @@ def test_convolution_gradients_stay_in_their_document(cached):
     np.testing.assert_allclose(dcache, want_cache, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ("one_document", "left_padding"))
+def test_convolution_adds_its_bias_before_the_activation(layout):
+    a, ids = conv_arrays(12), IDS[layout].astype(np.int32)
+    bias = np.asarray([0.5, -1.0, 2.0], np.float32)
+    y, _ = ops.short_convolution(a["x"], a["w"], bias, segment_ids=ids)
+    want = silu(one_by_one(a, ids, False)[0] + bias)
+    np.testing.assert_allclose(y, np.where(ids[:, :, None] == 0, 0, want), atol=1e-6)
+    slope = jax.grad(
+        lambda b: jnp.sum(ops.short_convolution(a["x"], a["w"], b, activation=None)[0])
+    )
+    np.testing.assert_allclose(slope(bias), 24, rtol=1e-6)
+
+
 def test_convolution_sums_in_float32():
     x = jnp.asarray([[[256.0], [1.0], [-256.0]]], jnp.bfloat16)
     y, cache = ops.short_convolution(x, jnp.ones((3, 1), jnp.bfloat16), activation=None)
@@ -141,6 +154,7 @@ def test_convolution_sums_in_float32():
         ((2, 5, 3), (4, 2), {}, "w must be"),
         ((2, 5, 3), (4, 3), {"cache": np.zeros((2, 4, 3))}, r"cache must be .*\(2, 3, 3\)"),
         ((2, 5, 3), (4, 3), {"segment_ids": np.ones((2, 4), int)}, "segment_ids must be"),
+        ((2, 5, 3), (4, 3), {"bias_D": np.zeros(4)}, r"bias must be .*\(3,\), got \(4,\)"),
         ((2, 5, 3), (4, 3), {"activation": "gelu"}, "'silu' or None, got 'gelu'"),
     ),
 )
