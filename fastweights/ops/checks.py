@@ -52,10 +52,22 @@ def check_rule(
                 f"{name}: {label} must be a floating-point array [B, T, G] = {v_BTGV.shape[:3]}, "
                 f"got {x.dtype} of shape {x.shape}",
             )
+    check_options(name, segment_ids, (batch, length), chunk_size, implementation)
+
+
+def check_options(
+    name: str,
+    segment_ids: jax.Array | None,
+    rows: tuple[int, ...],
+    chunk_size: int,
+    implementation: str,
+    implementations: tuple[str, ...] = IMPLEMENTATIONS,
+) -> None:
+    """The part of `check_rule` that does not depend on the inputs; `rows` is (B, T)."""
     if segment_ids is not None:
         check(
-            segment_ids.shape == (batch, length) and jnp.issubdtype(segment_ids.dtype, jnp.integer),
-            f"{name}: segment_ids must be integers [B, T] = {(batch, length)}, "
+            segment_ids.shape == rows and jnp.issubdtype(segment_ids.dtype, jnp.integer),
+            f"{name}: segment_ids must be integers [B, T] = {rows}, "
             f"got {segment_ids.dtype} of shape {segment_ids.shape}",
         )
     check(
@@ -63,9 +75,9 @@ def check_rule(
         f"{name}: chunk_size must be one of {', '.join(map(str, CHUNK_SIZES))}, got {chunk_size}",
     )
     check(
-        implementation in IMPLEMENTATIONS,
+        implementation in implementations,
         f"{name}: unknown implementation {implementation!r}; "
-        f"choose one of {', '.join(IMPLEMENTATIONS)}",
+        f"choose one of {', '.join(implementations)}",
     )
 
 
