@@ -12,6 +12,7 @@ from fastweights.ops.rules import (
     delta_rule,
     gated_delta_rule,
     gated_linear_attention,
+    kimi_delta_rule,
     linear_attention,
 )
 from fastweights.ops.segments import find_documents
@@ -22,6 +23,7 @@ __all__ = [
     "find_documents",
     "gated_delta_rule",
     "gated_linear_attention",
+    "kimi_delta_rule",
     "l2_normalize",
     "linear_attention",
     "rotary",
