@@ -16,6 +16,7 @@ from fastweights.ops.rules import (
     linear_attention,
 )
 from fastweights.ops.segments import find_documents
+from fastweights.ops.selective import selective_scan
 
 __all__ = [
     "FEATURE_MAPS",
@@ -27,6 +28,7 @@ __all__ = [
     "l2_normalize",
     "linear_attention",
     "rotary",
+    "selective_scan",
     "short_convolution",
     "softmax_attention",
 ]
