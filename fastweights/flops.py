@@ -3,7 +3,8 @@
 Nothing here builds or compiles a model. Compilers' own counts are not used: they see the body of
 a loop once.
 
-Shapes: D model width, H query heads, G value heads, K key dim, V value dim, W convolution taps.
+Shapes: D model width, H query heads, G value heads, K key dim (features, where a map makes more of
+them), V value dim, W convolution taps.
 
 What one token costs in the forward pass (a multiply and an add are 2):
   matrix products     2 a parameter, the head included and the embedding lookup not
@@ -112,7 +113,7 @@ def _memory_flops(config: ModelConfig, letter: str, length: int) -> float:
     c: Any = getattr(config.mixers, letter)
     if letter in "AW":
         return 4 * c.num_heads * c.head_dim * _mean_keys(length, getattr(c, "window", None))
-    return (4 if letter == "L" else 8) * c.num_heads * c.head_dim * c.value_dim
+    return (4 if letter in "LN" else 8) * c.num_heads * c.state_key_dim * c.value_dim
 
 
 def forward_flops_per_token(config: ModelConfig, length: int) -> float:
@@ -142,9 +143,9 @@ def _layer_bytes(config: ModelConfig, letter: str, slots: int, dtype: str) -> in
     conv = max(c.conv_size - 1, 0) * sum(c.qkv_dims.values()) * size
     if letter in "AW":
         return conv + 2 * slots * c.kv_heads * c.head_dim * size
-    state = c.num_heads * c.head_dim * c.value_dim
+    state = c.num_heads * c.state_key_dim * c.value_dim
     if letter == "L" and c.normalize:
-        state += c.num_heads * c.head_dim
+        state += c.num_heads * c.state_key_dim
     return conv + state * jnp.promote_types(config.dtype, jnp.float32).itemsize
 
 

@@ -48,13 +48,27 @@ def project(p, x, cfg):
     return out
 
 
+def features(name, x):
+    if name == "elu1":
+        return np.where(x > 0, x + 1, np.exp(x))
+    if name == "squared_relu":
+        return np.maximum(x, 0) ** 2
+    if name == "dpfp":
+        r = np.maximum(np.concatenate([x, -x], -1), 0)
+        return np.concatenate([r * np.roll(r, -j, -1) for j in (1, 2)], -1)
+    if name == "taylor":
+        x = x / x.shape[-1] ** 0.25
+        pairs = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1) / np.sqrt(2)
+        return np.concatenate([np.ones_like(x[..., :1]), x, pairs], -1)
+    return x
+
+
 def recurrent_by_hand(letter, p, x, cfg):
     q, k, v = project(p, x, cfg)
     q = q.reshape(T, cfg.qk_heads, -1)
     k = k.reshape(T, cfg.qk_heads, -1)
     v = v.reshape(T, cfg.num_heads, -1)
-    if getattr(cfg, "feature_map", "identity") == "elu1":
-        q, k = (np.where(y > 0, y + 1, np.exp(y)) for y in (q, k))
+    q, k = (features(getattr(cfg, "feature_map", "identity"), y) for y in (q, k))
     if letter == "G" or getattr(cfg, "l2_norm", False):
         q, k = (y / np.sqrt(np.sum(y * y, -1, keepdims=True) + 1e-6) for y in (q, k))
     decay = np.ones((T, cfg.num_heads))
@@ -66,7 +80,7 @@ def recurrent_by_hand(letter, p, x, cfg):
     o = np.zeros_like(v)
     for j in range(cfg.num_heads):
         h = j // (cfg.num_heads // cfg.qk_heads)
-        S, z = np.zeros((cfg.head_dim, v.shape[-1])), np.zeros(cfg.head_dim)
+        S, z = np.zeros((q.shape[-1], v.shape[-1])), np.zeros(q.shape[-1])
         for t in range(T):
             S = decay[t, j] * S
             write = v[t, j]
@@ -76,7 +90,7 @@ def recurrent_by_hand(letter, p, x, cfg):
             if letter == "L" and cfg.normalize:
                 o[t, j] = S.T @ q[t, h] / (z @ q[t, h])
             else:
-                o[t, j] = S.T @ q[t, h] / np.sqrt(cfg.head_dim)
+                o[t, j] = S.T @ q[t, h] / np.sqrt(q.shape[-1])
     y = rms(o) * p["read_out"]["norm"]["scale"]
     if cfg.output_gate:
         y = y * silu(x @ p["read_out"]["gate"]["kernel"]).reshape(y.shape)
@@ -126,7 +140,10 @@ VARIANTS = [
     ("L", {}),
     ("L", dict(normalize=False, num_qk_heads=1, output_gate=False)),
     ("L", dict(normalize=False, feature_map="identity", conv_size=0)),
+    ("L", dict(feature_map="taylor", head_dim=3)),
+    ("L", dict(normalize=False, feature_map="squared_relu")),
     ("D", {}),
+    ("D", dict(feature_map="dpfp", dpfp_nu=2)),
     ("D", dict(allow_neg_eigval=False, conv_size=2, num_qk_heads=1, value_head_dim=3)),
     ("D", dict(feature_map="elu1", output_gate=False)),
     ("G", {}),
