@@ -10,8 +10,8 @@ What one token costs in the forward pass (a multiply and an add are 2):
   matrix products     2 a parameter, the head included and the embedding lookup not
   softmax attention   4 H K a key seen; causal, so the mean over a document of length T, and at most
                       the window
-  linear attention    4 G K V: one write and one read of the state
-  delta rules         8 G K V: one decay or none, one prediction, one write, one read
+  linear attention    4 G K V: one write and one read of the state; the same for Mamba-2
+  delta rules         8 G K V: one decay, none or one a channel, one prediction, one write, one read
   short convolution   2 a tap and channel
 The backward pass costs twice the forward one. Recurrent mixers are counted in their recurrent form:
 what a chunked form computes on top is overhead and no work. Recomputed activations, norms and
@@ -76,12 +76,21 @@ def _mixer(config: ModelConfig, letter: str) -> _Mixer:
     if letter in "AW":
         other += 2 * c.head_dim if c.qk_norm else 0
     else:
-        other += c.value_dim
-    if letter in "DG":
+        other += width if letter == "N" else c.value_dim
+    if letter in "DGK":
         matrix += D * c.num_heads
-    if letter == "G":
+    if letter in "GN":
         matrix += D * c.num_heads
         other += 2 * c.num_heads
+    if letter == "K":
+        # Decay and gate go through head_dim numbers.
+        channels, rank = c.num_heads * c.head_dim, c.head_dim
+        matrix += rank * (D + channels)
+        matrix += rank * (D + width) - D * width if c.output_gate else 0
+        other += c.num_heads + channels
+    if letter == "N":
+        # The skip, and the convolution's biases.
+        other += c.num_heads + (qkv if c.conv_size else 0)
     return _Mixer(matrix, other, qkv, c.conv_size)
 
 

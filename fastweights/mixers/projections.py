@@ -9,6 +9,7 @@ matrix as a whole then treats each role by itself, and a cut over heads never ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fastweights import ops
 from fastweights.errors import check
-from fastweights.mixers.layers import Linear
+from fastweights.mixers.layers import Linear, LowRank
 from fastweights.mixers.norms import GatedRMSNorm
 
 
@@ -102,7 +103,10 @@ class QKVProjection(nnx.Module):
 
 
 class ReadOut(nnx.Module):
-    """Per-head RMSNorm, optional `silu` gate from x, and the projection back to the stream."""
+    """Per-head RMSNorm, optional gate from x, and the projection back to the stream.
+
+    The gate is `gate_activation` of a projection, through `gate_rank` numbers unless that is 0.
+    """
 
     def __init__(
         self,
@@ -116,12 +120,18 @@ class ReadOut(nnx.Module):
         param_dtype,
         residual_scale: float,
         rngs: nnx.Rngs,
+        gate_rank: int = 0,
+        gate_activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
     ):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         width = num_heads * head_dim
         self.has_gate, self.dtype = gate, dtype
-        self.norm = GatedRMSNorm(head_dim, eps=norm_eps, param_dtype=param_dtype)
-        if gate:
+        self.norm = GatedRMSNorm(
+            head_dim, eps=norm_eps, param_dtype=param_dtype, activation=gate_activation
+        )
+        if gate and gate_rank:
+            self.gate = LowRank(d_model, gate_rank, width, **kinds)
+        elif gate:
             self.gate = Linear(d_model, width, logical_axes=("embed", "heads"), **kinds)
         self.out = Linear(
             width, d_model, logical_axes=("heads", "embed"), scale=residual_scale, **kinds
