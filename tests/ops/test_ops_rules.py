@@ -201,15 +201,20 @@ def test_stored_cases(case):
     oracle.assert_close(got, {name: x[name].astype(np.float64) for name in got})
 
 
-@pytest.mark.parametrize("value_heads", (1, 3, 4))
-@pytest.mark.parametrize("rule", GATED)
+@pytest.mark.parametrize(
+    ("rule", "value_heads"),
+    [("gated_delta_rule", heads) for heads in (1, 3, 4)] + [("kimi_delta_rule", 3)],
+)
 def test_value_heads_per_key_head(rule, value_heads):
     """Ratio 2 with two key heads is what all other tests run."""
     check(make_inputs(rule, 5, T=70, B=1, H=1, G=value_heads, K=3, V=4), rule)
 
 
-@pytest.mark.parametrize("chunk_size", (16, 32, 128, 256))
-@pytest.mark.parametrize("rule", GATED)
+@pytest.mark.parametrize(
+    ("rule", "chunk_size"),
+    [("gated_delta_rule", size) for size in (16, 32, 128, 256)]
+    + [("kimi_delta_rule", size) for size in (16, 256)],
+)
 def test_chunk_size_changes_nothing(rule, chunk_size):
     check(make_inputs(rule, 7), rule, chunk_size=chunk_size)
 
