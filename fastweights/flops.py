@@ -3,14 +3,15 @@
 Nothing here builds or compiles a model. Compilers' own counts are not used: they see the body of
 a loop once.
 
-Shapes: D model width, H query heads, G value heads, K key dim, V value dim, W convolution taps.
+Shapes: D model width, H query heads, G value heads, K key dim (features, where a map makes more of
+them), V value dim, W convolution taps.
 
 What one token costs in the forward pass (a multiply and an add are 2):
   matrix products     2 a parameter, the head included and the embedding lookup not
   softmax attention   4 H K a key seen; causal, so the mean over a document of length T, and at most
                       the window
-  linear attention    4 G K V: one write and one read of the state
-  delta rules         8 G K V: one decay or none, one prediction, one write, one read
+  linear attention    4 G K V: one write and one read of the state; the same for Mamba-2
+  delta rules         8 G K V: one decay, none or one a channel, one prediction, one write, one read
   short convolution   2 a tap and channel
 The backward pass costs twice the forward one. Recurrent mixers are counted in their recurrent form:
 what a chunked form computes on top is overhead and no work. Recomputed activations, norms and
@@ -75,12 +76,21 @@ def _mixer(config: ModelConfig, letter: str) -> _Mixer:
     if letter in "AW":
         other += 2 * c.head_dim if c.qk_norm else 0
     else:
-        other += c.value_dim
-    if letter in "DG":
+        other += width if letter == "N" else c.value_dim
+    if letter in "DGK":
         matrix += D * c.num_heads
-    if letter == "G":
+    if letter in "GN":
         matrix += D * c.num_heads
         other += 2 * c.num_heads
+    if letter == "K":
+        # Decay and gate go through head_dim numbers.
+        channels, rank = c.num_heads * c.head_dim, c.head_dim
+        matrix += rank * (D + channels)
+        matrix += rank * (D + width) - D * width if c.output_gate else 0
+        other += c.num_heads + channels
+    if letter == "N":
+        # The skip, and the convolution's biases.
+        other += c.num_heads + (qkv if c.conv_size else 0)
     return _Mixer(matrix, other, qkv, c.conv_size)
 
 
@@ -112,7 +122,7 @@ def _memory_flops(config: ModelConfig, letter: str, length: int) -> float:
     c: Any = getattr(config.mixers, letter)
     if letter in "AW":
         return 4 * c.num_heads * c.head_dim * _mean_keys(length, getattr(c, "window", None))
-    return (4 if letter == "L" else 8) * c.num_heads * c.head_dim * c.value_dim
+    return (4 if letter in "LN" else 8) * c.num_heads * c.state_key_dim * c.value_dim
 
 
 def forward_flops_per_token(config: ModelConfig, length: int) -> float:
@@ -142,9 +152,9 @@ def _layer_bytes(config: ModelConfig, letter: str, slots: int, dtype: str) -> in
     conv = max(c.conv_size - 1, 0) * sum(c.qkv_dims.values()) * size
     if letter in "AW":
         return conv + 2 * slots * c.kv_heads * c.head_dim * size
-    state = c.num_heads * c.head_dim * c.value_dim
+    state = c.num_heads * c.state_key_dim * c.value_dim
     if letter == "L" and c.normalize:
-        state += c.num_heads * c.head_dim
+        state += c.num_heads * c.state_key_dim
     return conv + state * jnp.promote_types(config.dtype, jnp.float32).itemsize
 
 

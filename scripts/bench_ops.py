@@ -19,6 +19,7 @@ from fastweights import ops
 
 RULES = {
     "gated_delta_rule": (ops.gated_delta_rule, "qkvgb"),
+    "kimi_delta_rule": (ops.kimi_delta_rule, "qkvcb"),
     "delta_rule": (ops.delta_rule, "qkvb"),
     "gated_linear_attention": (ops.gated_linear_attention, "qkvg"),
     "linear_attention": (ops.linear_attention, "qkv"),
@@ -46,6 +47,7 @@ def make_inputs(shape: tuple[int, int, int, int]) -> dict[str, jax.Array]:
         "k": ops.l2_normalize(normal(batch, length, heads, dim)),
         "v": normal(batch, length, heads, dim),
         "g": -jax.nn.softplus(normal(batch, length, heads)),
+        "c": -jax.nn.softplus(normal(batch, length, heads, dim)),
         "b": jax.nn.sigmoid(normal(batch, length, heads)),
     }
 

@@ -2,7 +2,8 @@
 
     python scripts/collect.py runs/ratio [--eval recall] > ratio.csv
 
-A run without results of that eval gets one line, whose `status` says how far it came.
+A run without results of that eval gets one line, whose `status` says how far it came;
+one whose files can't be read gets one line with the status "broken: ..." and the cause.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from typing import Any
 
 from fastweights import cli, flops, pattern
 from fastweights.config import Config
-from fastweights.errors import check
+from fastweights.errors import UserError, check
 from fastweights.training import metrics, run_folder
 
 COLUMNS = (
@@ -44,7 +45,19 @@ def collect(folder: pathlib.Path, name: str) -> list[dict[str, Any]]:
     """
     runs = sorted(path.parent for path in folder.glob("**/config.json"))
     check(bool(runs), f"'{folder}' holds no run (no config.json below it); check the path.")
-    return [row for run in runs for row in run_rows(folder, run, name)]
+    return [row for run in runs for row in run_rows_or_cause(folder, run, name)]
+
+
+def run_rows_or_cause(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[str, Any]]:
+    """The rows of one run; of a broken one a single row that says why."""
+    try:
+        return run_rows(folder, run, name)
+    except UserError as error:
+        cause = str(error)
+    except Exception as error:  # Whatever a damaged file raises must not hide the other runs.
+        cause = f"'{run}' can't be read ({type(error).__name__}: {error}); restore or delete it."
+    status = " ".join(f"broken: {cause}".split())
+    return [{"run": str(run.relative_to(folder)), "status": status, "eval": name}]
 
 
 def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[str, Any]]:
@@ -65,12 +78,12 @@ def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[st
         "seconds": round(last["seconds"], 1),
         "eval": name,
     }
-    results = sorted(run.glob(f"evals/{name}-*.json"), key=lambda p: int(p.stem.split("-")[-1]))
+    results = sorted(run.glob(f"evals/{name}-*.json"), key=result_step)
     if not results:
         status = f"unfinished at step {last['step']} of {config.steps}"
         return [{**common, "status": status, "state_bytes": state_bytes(config, {})}]
     status = "done" if run_folder.is_done(run) else "unfinished"
-    found = json.loads(results[-1].read_text())
+    found = read_result(results[-1])
     return [
         {
             **common,
@@ -81,6 +94,33 @@ def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[st
         }
         for row in found["rows"]
     ]
+
+
+def result_step(path: pathlib.Path) -> int:
+    """The step in the name of an eval's file, `NAME-STEP.json`."""
+    step = path.stem.split("-")[-1]
+    check(
+        step.isdecimal(), f"'{path}' has no step in its name (NAME-STEP.json); rename or delete it."
+    )
+    return int(step)
+
+
+def read_result(path: pathlib.Path) -> dict[str, Any]:
+    """What an eval wrote: its step and its rows, at least one.
+
+    Raises:
+      UserError: the file holds something else.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"'{path}' is not JSON ({error}); delete it and eval again.") from error
+    rows = found.get("rows") if isinstance(found, dict) and "step" in found else None
+    check(
+        isinstance(rows, list) and bool(rows) and all(isinstance(row, dict) for row in rows),
+        f"'{path}' holds no step and rows of an eval; delete it and eval again.",
+    )
+    return found
 
 
 def state_bytes(config: Config, row: dict[str, Any]) -> int:

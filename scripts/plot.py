@@ -9,6 +9,7 @@ the mean over seeds and the bar reaches from the worst to the best seed.
 import argparse
 import collections
 import csv
+import math
 import pathlib
 from typing import Any
 
@@ -20,7 +21,12 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from fastweights import cli
-from fastweights.errors import check
+from fastweights.errors import UserError, check
+
+COLUMNS = (
+    "run", "pattern", "slice", "pairs", "length", "lr", "recall", "attention_share", "state_bytes",
+    "chance",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -45,25 +51,57 @@ def read_rows(table: pathlib.Path) -> list[dict[str, str]]:
     """The finished rows of a CSV.
 
     Raises:
-      UserError: no file, or no finished row in it.
+      UserError: no such file, no CSV, a column is missing, or no finished row in it.
     """
-    check(table.is_file(), f"'{table}' does not exist; make it with scripts/collect.py.")
-    with table.open() as lines:
-        rows = [row for row in csv.DictReader(lines) if row.get("status") == "done"]
-    check(bool(rows), f"'{table}' has no finished run; see its status column.")
+    check(table.exists(), f"'{table}' does not exist; make it with scripts/collect.py.")
+    try:
+        with table.open(encoding="utf-8", newline="") as lines:
+            reader = csv.DictReader(lines, restval="")
+            rows = [row for row in reader if row.get("status") == "done"]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(
+            f"'{table}' can't be read as CSV ({error}); give the file from scripts/collect.py."
+        ) from error
+    check(
+        bool(rows),
+        f"'{table}' has no finished run (no row of status 'done'); see its status column.",
+    )
+    missing = [name for name in COLUMNS if name not in rows[0]]
+    check(
+        not missing,
+        f"'{table}' has no column {', '.join(missing)}; make it with scripts/collect.py.",
+    )
     return rows
+
+
+def number(row: dict[str, str], column: str) -> float:
+    """A cell as a finite number.
+
+    Raises:
+      UserError: it is none.
+    """
+    try:
+        value = float(row[column])
+    except ValueError:
+        value = math.nan
+    check(
+        math.isfinite(value),
+        f"run '{row['run']}' has {column} '{row[column]}' in the table, which is no finite number; "
+        "leave the row out, or make the table with scripts/collect.py --eval recall.",
+    )
+    return value
 
 
 def best_points(rows: list[dict[str, str]], name: str | None) -> list[dict[str, Any]]:
     """One point a pattern, at its best learning rate, for the slice `name`."""
-    name = name or max(rows, key=lambda row: (int(row["pairs"]), int(row["length"])))["slice"]
+    name = name or max(rows, key=lambda row: (number(row, "pairs"), number(row, "length")))["slice"]
     known = sorted({row["slice"] for row in rows})
     check(name in known, f"slice '{name}' is not in the table; it has {', '.join(known)}.")
     seeds = collections.defaultdict(list)
     facts = {}
     for row in rows:
         if row["slice"] == name:
-            seeds[row["pattern"], float(row["lr"])].append(float(row["recall"]))
+            seeds[row["pattern"], number(row, "lr")].append(number(row, "recall"))
             facts[row["pattern"]] = row
     points = []
     for pattern, row in facts.items():
@@ -74,34 +112,48 @@ def best_points(rows: list[dict[str, str]], name: str | None) -> list[dict[str, 
         points.append(
             {
                 "pattern": pattern,
-                "attention_share": float(row["attention_share"]),
-                "state_bytes": int(row["state_bytes"]),
+                "attention_share": number(row, "attention_share"),
+                "state_bytes": int(number(row, "state_bytes")),
                 "lr": lr,
                 "recall": float(np.mean(scores)),
                 "low": min(scores),
                 "high": max(scores),
                 "seeds": len(scores),
                 "slice": name,
-                "chance": float(row["chance"]),
+                "chance": number(row, "chance"),
             }
         )
     return points
 
 
 def draw(points: list[dict[str, Any]], out: pathlib.Path) -> None:
-    """Two panels: recall against attention share, and against state bytes (log)."""
+    """Two panels: recall against attention share, and against state bytes (log).
+
+    Raises:
+      UserError: `out` can't be written, or its ending is no known format.
+    """
     figure, (share, state) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     draw_panel(share, points, "attention_share", "share of attention layers")
     draw_panel(state, points, "state_bytes", "state of one sequence (bytes)")
     state.set_xscale("log")
     share.set_ylabel(f"recall on {points[0]['slice']}")
-    figure.savefig(out, dpi=150)
-    plt.close(figure)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"--out '{out}' can't be written ({error}); name a .png, .svg or .pdf file in a folder "
+            "that can be written."
+        ) from error
+    finally:
+        plt.close(figure)
 
 
 def draw_panel(axes: Axes, points: list[dict[str, Any]], key: str, label: str) -> None:
     for point in points:
-        spread = [[point["recall"] - point["low"]], [point["high"] - point["recall"]]]
+        # The mean of equal scores can round to just outside them; a bar has no negative length.
+        below, above = point["recall"] - point["low"], point["high"] - point["recall"]
+        spread = [[max(below, 0.0)], [max(above, 0.0)]]
         axes.errorbar(point[key], point["recall"], yerr=spread, fmt="o", capsize=3)
         axes.annotate(
             point["pattern"], (point[key], point["recall"]), (6, 4), textcoords="offset points"

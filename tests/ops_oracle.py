@@ -7,8 +7,11 @@ import numpy as np
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 
 
-def random_inputs(seed=0, *, B=2, T=200, H=2, G=4, K=5, V=7, g_mean=-0.1):
-    """Inputs with unit keys, mild decay and cotangents `do`, `dS`, in float32."""
+def random_inputs(seed=0, *, B=2, T=200, H=2, G=4, K=5, V=7, g_mean=-0.1, channels=False):
+    """Inputs with unit keys, mild decay and cotangents `do`, `dS`, in float32.
+
+    `channels` asks for a decay per key channel.
+    """
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -19,7 +22,7 @@ def random_inputs(seed=0, *, B=2, T=200, H=2, G=4, K=5, V=7, g_mean=-0.1):
         "q": q / np.linalg.norm(q, axis=-1, keepdims=True),
         "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
         "v": normal(B, T, G, V),
-        "g": g_mean * rng.exponential(size=(B, T, G)),
+        "g": g_mean * rng.exponential(size=(B, T, G, K) if channels else (B, T, G)),
         "beta": rng.uniform(size=(B, T, G)),
         "initial_state": normal(B, G, K, V),
         "do": normal(B, T, G, V),
@@ -44,12 +47,14 @@ def recurrence(x, *, scale=None):
     v, do, S = x["v"], x["do"], x["initial_state"]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     length = v.shape[1]
-    decay = np.exp(x["g"]) if "g" in x else np.ones(v.shape[:3])
+    g_shape = x["g"].shape if "g" in x else v.shape[:3]
+    g_BTGK = x["g"] if len(g_shape) == 4 else x.get("g", np.zeros(g_shape))[..., None]
+    decay = np.exp(g_BTGK)
     beta = x.get("beta")
     o = np.zeros_like(v)
     tape = []
     for t in range(length):
-        decayed = decay[:, t, :, None, None] * S
+        decayed = decay[:, t, :, :, None] * S
         error = v[:, t]
         delta = error
         if beta is not None:
@@ -61,7 +66,7 @@ def recurrence(x, *, scale=None):
     out = {"o": o, "S": S}
 
     grad = {name: np.zeros_like(a) for name, a in (("q", q), ("k", k), ("v", v))}
-    grad["g"], grad["beta"] = np.zeros(v.shape[:3]), np.zeros(v.shape[:3])
+    grad["g"], grad["beta"] = np.zeros(g_shape), np.zeros(v.shape[:3])
     dS = x["dS"]
     for t in reversed(range(length)):
         decayed, error, delta, S = tape[t]
@@ -76,8 +81,8 @@ def recurrence(x, *, scale=None):
             grad["v"][:, t] = derror
             grad["k"][:, t] -= np.einsum("bgkv,bgv->bgk", decayed, derror)
             dS = dS - k[:, t, :, :, None] * derror[:, :, None, :]
-        grad["g"][:, t] = np.sum(dS * decayed, axis=(-1, -2))
-        dS = decay[:, t, :, None, None] * dS
+        grad["g"][:, t] = np.sum(dS * decayed, axis=-1 if len(g_shape) == 4 else (-1, -2))
+        dS = decay[:, t, :, :, None] * dS
     for name in "qk":
         grouped = (*grad[name].shape[:2], -1, per_key_head, grad[name].shape[-1])
         grad[name] = grad[name].reshape(grouped).sum(axis=3)

@@ -21,6 +21,12 @@ MIXERS = mixers.MixerConfigs(
     G=mixers.GatedDeltaNetConfig(
         num_heads=4, num_qk_heads=2, head_dim=8, value_head_dim=4, chunk_size=16
     ),
+    K=mixers.KimiDeltaAttentionConfig(
+        num_heads=2, num_qk_heads=1, head_dim=8, value_head_dim=4, chunk_size=16
+    ),
+    N=mixers.Mamba2Config(
+        num_heads=4, num_qk_heads=2, head_dim=8, value_head_dim=4, time_step_limit=(0.0, 0.8)
+    ),
 )
 
 

@@ -19,7 +19,9 @@ from fastweights.mixers.attention import (
 )
 from fastweights.mixers.delta_net import DeltaNet, DeltaNetConfig
 from fastweights.mixers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
+from fastweights.mixers.kimi_delta_attention import KimiDeltaAttention, KimiDeltaAttentionConfig
 from fastweights.mixers.linear_attention import LinearAttention, LinearAttentionConfig
+from fastweights.mixers.mamba2 import Mamba2, Mamba2Config
 
 MIXERS = {
     "A": (Attention, AttentionConfig),
@@ -27,6 +29,8 @@ MIXERS = {
     "L": (LinearAttention, LinearAttentionConfig),
     "D": (DeltaNet, DeltaNetConfig),
     "G": (GatedDeltaNet, GatedDeltaNetConfig),
+    "K": (KimiDeltaAttention, KimiDeltaAttentionConfig),
+    "N": (Mamba2, Mamba2Config),
 }
 
 
@@ -39,6 +43,8 @@ class MixerConfigs:
     L: LinearAttentionConfig = dataclasses.field(default_factory=LinearAttentionConfig)
     D: DeltaNetConfig = dataclasses.field(default_factory=DeltaNetConfig)
     G: GatedDeltaNetConfig = dataclasses.field(default_factory=GatedDeltaNetConfig)
+    K: KimiDeltaAttentionConfig = dataclasses.field(default_factory=KimiDeltaAttentionConfig)
+    N: Mamba2Config = dataclasses.field(default_factory=Mamba2Config)
 
 
 __all__ = [
@@ -49,8 +55,12 @@ __all__ = [
     "DeltaNetConfig",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
+    "KimiDeltaAttention",
+    "KimiDeltaAttentionConfig",
     "LinearAttention",
     "LinearAttentionConfig",
+    "Mamba2",
+    "Mamba2Config",
     "MixerConfigs",
     "WindowAttention",
     "WindowAttentionConfig",

@@ -14,28 +14,22 @@ from flax import nnx
 
 from fastweights import ops
 from fastweights.mixers.layers import Linear
-from fastweights.mixers.recurrent import RecurrentConfig, RecurrentMixer, check_feature_map
+from fastweights.mixers.recurrent import FeatureMapConfig, RecurrentMixer
 
 
 @dataclasses.dataclass(frozen=True)
-class DeltaNetConfig(RecurrentConfig):
-    """Options of `DeltaNet`, beside those of every recurrent mixer.
+class DeltaNetConfig(FeatureMapConfig):
+    """Options of `DeltaNet`, beside those of every mixer with a feature map.
 
     Attributes:
-      feature_map: name in `ops.FEATURE_MAPS`, applied to q and k before they are normalised.
-      l2_norm: scale q and k to unit length, so that beta = 1 replaces a key's value exactly.
-        Without it the memory grows wherever beta |k|^2 exceeds 2.
+      l2_norm: scale q and k, behind the feature map, to unit length, so that beta = 1 replaces a
+        key's value exactly. Without it the memory grows wherever beta |k|^2 exceeds 2.
       allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a transition can reflect
         (Grazzi et al. 2024, arXiv:2411.12537).
     """
 
-    feature_map: str = "identity"
     l2_norm: bool = True
     allow_neg_eigval: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_feature_map("DeltaNetConfig", self.feature_map)
 
 
 class WriteStrength(nnx.Module):
@@ -71,7 +65,7 @@ class DeltaNet(RecurrentMixer):
         )
 
     def memory(self, x_BTD, q_BTHK, k_BTHK, v_BTGV, segment_ids_BT, state) -> tuple[Any, Any]:
-        phi = ops.FEATURE_MAPS[self.config.feature_map]
+        phi = self.config.phi.apply
         q_BTHK, k_BTHK = phi(q_BTHK), phi(k_BTHK)
         if self.config.l2_norm:
             q_BTHK, k_BTHK = ops.l2_normalize(q_BTHK), ops.l2_normalize(k_BTHK)

@@ -9,7 +9,6 @@ are projections of x, one number a value head.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fastweights import ops
+from fastweights.mixers.decay import initial_log_rate, initial_step_bias
 from fastweights.mixers.delta_net import WriteStrength
 from fastweights.mixers.layers import Linear
 from fastweights.mixers.recurrent import RecurrentConfig, RecurrentMixer
@@ -36,8 +36,6 @@ class GatedDeltaNetConfig(RecurrentConfig):
 class LogDecay(nnx.Module):
     """g_BTG = -exp(A_log) softplus(x W + dt_bias) <= 0, in at least float32.
 
-    A starts uniform in (0.01, 16) and the step softplus(dt_bias) log-uniform in [1e-3, 0.1], the
-    Mamba-2 start (arXiv:2405.21060): from nearly no decay to a memory of a few tokens.
     Both vectors are float32 whatever the parameter dtype: bfloat16 would round slow decays to none.
     """
 
@@ -51,13 +49,12 @@ class LogDecay(nnx.Module):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        rate = jax.random.uniform(rngs.params(), (num_heads,), acc, 0.01, 16.0)
-        self.A_log = nnx.Param(jnp.log(rate), logical_axes=(None,))
-        step = jnp.exp(
-            jax.random.uniform(rngs.params(), (num_heads,), acc, math.log(1e-3), math.log(0.1))
+        self.A_log = nnx.Param(
+            initial_log_rate(rngs.params(), (num_heads,), acc), logical_axes=(None,)
         )
-        # The inverse of softplus, in the form that keeps its digits for small steps.
-        self.dt_bias = nnx.Param(step + jnp.log(-jnp.expm1(-step)), logical_axes=(None,))
+        self.dt_bias = nnx.Param(
+            initial_step_bias(rngs.params(), (num_heads,), acc), logical_axes=(None,)
+        )
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         a_BTG = self.proj(x_BTD, accumulate=True)

@@ -53,6 +53,22 @@ class Linear(nnx.Module):
         )
 
 
+class LowRank(nnx.Module):
+    """`x @ down @ up`: a linear map through `rank` numbers, without bias.
+
+    The narrow side is replicated on every device; `up` is cut over the heads that it feeds.
+    """
+
+    def __init__(self, in_dim: int, rank: int, out_dim: int, *, dtype, param_dtype, rngs: nnx.Rngs):
+        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.down = Linear(in_dim, rank, logical_axes=("embed", None), **kinds)
+        self.up = Linear(rank, out_dim, logical_axes=(None, "heads"), **kinds)
+
+    def __call__(self, x: jax.Array, *, accumulate: bool = False) -> jax.Array:
+        """Maps [..., in] to [..., out]; `accumulate` keeps the sum in float32 or wider."""
+        return self.up(self.down(x), accumulate=accumulate)
+
+
 class SwiGLU(nnx.Module):
     """`down(silu(gate x) * up x)` without biases (Shazeer 2020, arXiv:2002.05202)."""
 

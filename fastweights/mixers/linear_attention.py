@@ -13,16 +13,15 @@ import jax.numpy as jnp
 
 from fastweights import ops
 from fastweights.errors import check
-from fastweights.mixers.recurrent import RecurrentConfig, RecurrentMixer, check_feature_map
+from fastweights.mixers.recurrent import FeatureMapConfig, RecurrentMixer
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearAttentionConfig(RecurrentConfig):
-    """Options of `LinearAttention`, beside those of every recurrent mixer.
+class LinearAttentionConfig(FeatureMapConfig):
+    """Options of `LinearAttention`, beside those of every mixer with a feature map.
 
     Attributes:
-      feature_map: name in `ops.FEATURE_MAPS`, applied to q and k.
-      normalize: divide by the running normaliser (needs a map without negative values).
+      normalize: divide by the running normaliser (needs features whose products are not negative).
     """
 
     feature_map: str = "elu1"
@@ -30,7 +29,6 @@ class LinearAttentionConfig(RecurrentConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_feature_map("LinearAttentionConfig", self.feature_map)
         check(
             not (self.normalize and self.feature_map == "identity"),
             "LinearAttentionConfig.normalize is True with feature_map 'identity', whose normaliser "
@@ -45,7 +43,7 @@ class LinearAttention(RecurrentMixer):
 
     def memory(self, x_BTD, q_BTHK, k_BTHK, v_BTGV, segment_ids_BT, state) -> tuple[Any, Any]:
         del x_BTD
-        phi = ops.FEATURE_MAPS[self.config.feature_map]
+        phi = self.config.phi.apply
         return ops.linear_attention(
             phi(q_BTHK),
             phi(k_BTHK),

@@ -18,7 +18,7 @@ def _normalise(x: jax.Array, eps: float) -> jax.Array:
 
 def _spread(scale: jax.Array, like: jax.Array) -> jax.Array:
     """The per-channel weight with the rank and dtype of `like`."""
-    return scale.astype(like.dtype).reshape((1,) * (like.ndim - 1) + scale.shape)
+    return scale.astype(like.dtype).reshape((1,) * (like.ndim - scale.ndim) + scale.shape)
 
 
 class RMSNorm(nnx.Module):
@@ -38,21 +38,25 @@ class RMSNorm(nnx.Module):
 
 
 class GatedRMSNorm(nnx.Module):
-    """The read-out norm of a recurrent mixer: `x / rms(x) * scale * silu(gate)`, `scale` from 1.
+    """The read-out norm of a recurrent mixer: `x / rms(x) * scale * act(gate)`, `scale` from 1.
 
     The gate comes after the norm, as in Gated DeltaNet (arXiv:2412.06464), so that it can silence a
-    head. One weight vector serves all heads and stays in float32 whatever the parameter dtype.
+    head. `shape` is that of the weights: one vector serves all heads, a matrix has one for each.
+    They stay in float32 whatever the parameter dtype.
     """
 
-    def __init__(self, dim: int, *, eps: float, param_dtype):
-        self.eps = eps
+    def __init__(
+        self, shape: int | tuple[int, ...], *, eps: float, param_dtype, activation=jax.nn.silu
+    ):
+        self.eps, self.activation = eps, activation
+        shape = (shape,) if isinstance(shape, int) else shape
         dtype = jnp.promote_types(param_dtype, jnp.float32)
-        self.scale = nnx.Param(jnp.ones((dim,), dtype), logical_axes=(None,))
+        self.scale = nnx.Param(jnp.ones(shape, dtype), logical_axes=(None,) * len(shape))
 
     def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """Normalises `x` [..., V]; `gate` has its shape, or is None for no gate."""
         y = _normalise(x, self.eps)
         y = y * _spread(self.scale[...], y)
         if gate is not None:
-            y = y * jax.nn.silu(gate.astype(y.dtype))
+            y = y * self.activation(gate.astype(y.dtype))
         return y.astype(x.dtype)

@@ -9,6 +9,7 @@ matrix as a whole then treats each role by itself, and a cut over heads never ru
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from fastweights import ops
 from fastweights.errors import check
-from fastweights.mixers.layers import Linear
+from fastweights.mixers.layers import Linear, LowRank
 from fastweights.mixers.norms import GatedRMSNorm
 
 
@@ -35,7 +36,7 @@ class QKVProjection(nnx.Module):
     """q, k, v from x, each through a causal depthwise convolution with SiLU.
 
     `conv_size` 0 leaves the convolution (and its SiLU) out. Convolution weights start uniform in
-    +-1/sqrt(W), and are replicated on every device.
+    +-1/sqrt(W), their biases from 0; both are replicated on every device.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class QKVProjection(nnx.Module):
         dtype,
         param_dtype,
         rngs: nnx.Rngs,
+        conv_bias: bool = False,
     ):
         """`dims` gives the width of each of "q", "k" and "v", all heads together."""
-        self.conv_size, self.dtype = conv_size, dtype
+        self.conv_size, self.conv_bias, self.dtype = conv_size, conv_bias, dtype
         self.dims = tuple(dims.items())
         for name, dim in self.dims:
             linear = Linear(
@@ -67,6 +69,9 @@ class QKVProjection(nnx.Module):
                     rngs.params(), (conv_size, dim), param_dtype, -bound, bound
                 )
                 setattr(self, f"conv_{name}", nnx.Param(taps_WD, logical_axes=(None, None)))
+            if conv_size and conv_bias:
+                bias_D = nnx.Param(jnp.zeros((dim,), param_dtype), logical_axes=(None,))
+                setattr(self, f"conv_bias_{name}", bias_D)
 
     def __call__(
         self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None, cache: dict[str, Any] | None
@@ -76,9 +81,11 @@ class QKVProjection(nnx.Module):
         for name, _ in self.dims:
             y_BTD = getattr(self, name)(x_BTD)
             if self.conv_size:
+                bias_D = getattr(self, f"conv_bias_{name}")[...] if self.conv_bias else None
                 y_BTD, tail = ops.short_convolution(
                     y_BTD,
                     getattr(self, f"conv_{name}")[...].astype(self.dtype),
+                    bias_D,
                     cache=None if cache is None else cache[name],
                     segment_ids=segment_ids_BT,
                     activation="silu",
@@ -96,7 +103,10 @@ class QKVProjection(nnx.Module):
 
 
 class ReadOut(nnx.Module):
-    """Per-head RMSNorm, optional `silu` gate from x, and the projection back to the stream."""
+    """Per-head RMSNorm, optional gate from x, and the projection back to the stream.
+
+    The gate is `gate_activation` of a projection, through `gate_rank` numbers unless that is 0.
+    """
 
     def __init__(
         self,
@@ -110,12 +120,18 @@ class ReadOut(nnx.Module):
         param_dtype,
         residual_scale: float,
         rngs: nnx.Rngs,
+        gate_rank: int = 0,
+        gate_activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
     ):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         width = num_heads * head_dim
         self.has_gate, self.dtype = gate, dtype
-        self.norm = GatedRMSNorm(head_dim, eps=norm_eps, param_dtype=param_dtype)
-        if gate:
+        self.norm = GatedRMSNorm(
+            head_dim, eps=norm_eps, param_dtype=param_dtype, activation=gate_activation
+        )
+        if gate and gate_rank:
+            self.gate = LowRank(d_model, gate_rank, width, **kinds)
+        elif gate:
             self.gate = Linear(d_model, width, logical_axes=("embed", "heads"), **kinds)
         self.out = Linear(
             width, d_model, logical_axes=("heads", "embed"), scale=residual_scale, **kinds

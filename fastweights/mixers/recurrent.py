@@ -74,24 +74,53 @@ class RecurrentConfig:
         return self.value_head_dim or self.head_dim
 
     @property
+    def state_key_dim(self) -> int:
+        """Rows of a head's state: the width of a key as the memory sees it."""
+        return self.head_dim
+
+    @property
     def qkv_dims(self) -> dict[str, int]:
         """Width of each projection, all heads together."""
         qk = self.qk_heads * self.head_dim
         return {"q": qk, "k": qk, "v": self.num_heads * self.value_dim}
 
 
-def check_feature_map(owner: str, name: str) -> None:
-    """Raises `UserError` unless `name` is a feature map that exists."""
-    check(
-        name in ops.FEATURE_MAPS,
-        f"{owner}.feature_map is {name!r}; choose one of {', '.join(sorted(ops.FEATURE_MAPS))}.",
-    )
+@dataclasses.dataclass(frozen=True)
+class FeatureMapConfig(RecurrentConfig):
+    """Options of a recurrent mixer with a feature map on q and k.
+
+    Attributes:
+      feature_map: one of `ops.FEATURE_MAPS`. "dpfp" and "taylor" widen the state.
+      dpfp_nu: products an entry of "dpfp", which makes 2 K nu features out of K.
+    """
+
+    feature_map: str = "identity"
+    dpfp_nu: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        owner = type(self).__name__
+        check_sizes(owner, dpfp_nu=self.dpfp_nu)
+        check(
+            self.feature_map in ops.FEATURE_MAPS,
+            f"{owner}.feature_map is {self.feature_map!r}; choose one of "
+            f"{', '.join(ops.FEATURE_MAPS)}.",
+        )
+
+    @property
+    def phi(self) -> ops.FeatureMap:
+        """The feature map."""
+        return ops.feature_map(self.feature_map, nu=self.dpfp_nu)
+
+    @property
+    def state_key_dim(self) -> int:
+        return self.phi.width(self.head_dim)
 
 
 class RecurrentMixer(nnx.Module):
     """x -> q, k, v -> memory -> normalised, gated read-out; see the subclasses for the memory."""
 
-    feature_map: ClassVar[str] = "identity"
+    conv_bias: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -108,16 +137,17 @@ class RecurrentMixer(nnx.Module):
         self.config = config
         self.state_dtype = jnp.promote_types(dtype, jnp.float32)
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        self.qkv = QKVProjection(d_model, config.qkv_dims, config.conv_size, **kinds)
-        self.read_out = ReadOut(
-            d_model,
-            config.num_heads,
-            config.value_dim,
-            gate=config.output_gate,
-            norm_eps=norm_eps,
-            residual_scale=residual_scale,
-            **kinds,
+        self.qkv = QKVProjection(
+            d_model, config.qkv_dims, config.conv_size, conv_bias=self.conv_bias, **kinds
         )
+        self.read_out = self.make_read_out(
+            d_model, norm_eps=norm_eps, residual_scale=residual_scale, **kinds
+        )
+
+    def make_read_out(self, d_model: int, **kinds: Any) -> Any:
+        """The module from values read and x to the residual stream."""
+        c = self.config
+        return ReadOut(d_model, c.num_heads, c.value_dim, gate=c.output_gate, **kinds)
 
     def memory(self, x_BTD, q_BTHK, k_BTHK, v_BTGV, segment_ids_BT, state) -> tuple[Any, Any]:
         """Writes and reads; returns (o_BTGV, final state)."""
@@ -126,7 +156,7 @@ class RecurrentMixer(nnx.Module):
     def init_state(self, batch: int) -> Any:
         """The empty memory S_BGKV, in float32 or wider whatever the activations' dtype."""
         c = self.config
-        return jnp.zeros((batch, c.num_heads, c.head_dim, c.value_dim), self.state_dtype)
+        return jnp.zeros((batch, c.num_heads, c.state_key_dim, c.value_dim), self.state_dtype)
 
     @property
     def op_options(self) -> dict[str, Any]:

@@ -6,25 +6,31 @@ Every recurrent rule returns (output, final state) and takes `initial_state`, `s
 
 from fastweights.ops.attention import softmax_attention
 from fastweights.ops.convolution import short_convolution
-from fastweights.ops.features import FEATURE_MAPS, l2_normalize
+from fastweights.ops.features import FEATURE_MAPS, FeatureMap, feature_map, l2_normalize
 from fastweights.ops.rotary import rotary
 from fastweights.ops.rules import (
     delta_rule,
     gated_delta_rule,
     gated_linear_attention,
+    kimi_delta_rule,
     linear_attention,
 )
 from fastweights.ops.segments import find_documents
+from fastweights.ops.selective import selective_scan
 
 __all__ = [
     "FEATURE_MAPS",
+    "FeatureMap",
     "delta_rule",
+    "feature_map",
     "find_documents",
     "gated_delta_rule",
     "gated_linear_attention",
+    "kimi_delta_rule",
     "l2_normalize",
     "linear_attention",
     "rotary",
+    "selective_scan",
     "short_convolution",
     "softmax_attention",
 ]

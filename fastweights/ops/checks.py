@@ -17,13 +17,18 @@ def check_rule(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
     v_BTGV: jax.Array,
-    g_BTG: jax.Array | None,
+    g: jax.Array | None,
     beta_BTG: jax.Array | None,
     segment_ids: jax.Array | None,
     chunk_size: int,
     implementation: str,
+    *,
+    channels: bool = False,
 ) -> None:
-    """Raises UserError, naming the rule and the argument, unless all shapes fit together."""
+    """Raises UserError, naming the rule and the argument, unless all shapes fit together.
+
+    `channels` asks for a g per key channel.
+    """
     for label, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTGV)):
         check(
             x.ndim == 4 and jnp.issubdtype(x.dtype, jnp.floating),
@@ -45,17 +50,32 @@ def check_rule(
         heads > 0 and value_heads > 0 and value_heads % heads == 0,
         f"{name}: {value_heads} value heads are no multiple of {heads} query/key heads",
     )
-    for label, x in (("g", g_BTG), ("beta", beta_BTG)):
+    per_head = ("[B, T, G]", v_BTGV.shape[:3])
+    per_channel = ("[B, T, G, K]", (*v_BTGV.shape[:3], q_BTHK.shape[3]))
+    gates = (("g", g, per_channel if channels else per_head), ("beta", beta_BTG, per_head))
+    for label, x, (axes, shape) in gates:
         if x is not None:
             check(
-                x.shape == v_BTGV.shape[:3] and jnp.issubdtype(x.dtype, jnp.floating),
-                f"{name}: {label} must be a floating-point array [B, T, G] = {v_BTGV.shape[:3]}, "
+                x.shape == shape and jnp.issubdtype(x.dtype, jnp.floating),
+                f"{name}: {label} must be a floating-point array {axes} = {shape}, "
                 f"got {x.dtype} of shape {x.shape}",
             )
+    check_options(name, segment_ids, (batch, length), chunk_size, implementation)
+
+
+def check_options(
+    name: str,
+    segment_ids: jax.Array | None,
+    rows: tuple[int, ...],
+    chunk_size: int,
+    implementation: str,
+    implementations: tuple[str, ...] = IMPLEMENTATIONS,
+) -> None:
+    """The part of `check_rule` that does not depend on the inputs; `rows` is (B, T)."""
     if segment_ids is not None:
         check(
-            segment_ids.shape == (batch, length) and jnp.issubdtype(segment_ids.dtype, jnp.integer),
-            f"{name}: segment_ids must be integers [B, T] = {(batch, length)}, "
+            segment_ids.shape == rows and jnp.issubdtype(segment_ids.dtype, jnp.integer),
+            f"{name}: segment_ids must be integers [B, T] = {rows}, "
             f"got {segment_ids.dtype} of shape {segment_ids.shape}",
         )
     check(
@@ -63,9 +83,9 @@ def check_rule(
         f"{name}: chunk_size must be one of {', '.join(map(str, CHUNK_SIZES))}, got {chunk_size}",
     )
     check(
-        implementation in IMPLEMENTATIONS,
+        implementation in implementations,
         f"{name}: unknown implementation {implementation!r}; "
-        f"choose one of {', '.join(IMPLEMENTATIONS)}",
+        f"choose one of {', '.join(implementations)}",
     )
 
 

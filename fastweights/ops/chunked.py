@@ -25,6 +25,7 @@ head, K key dim, V value dim, C chunk, N chunks. Axes of size 1 broadcast.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -45,7 +46,7 @@ einsum = functools.partial(jnp.einsum, precision="highest")
 
 
 class Decays(NamedTuple):
-    """The four factors of the module docstring."""
+    """The four factors of the module docstring, or the masks of documents that they begin as."""
 
     within_NBHRCC: jax.Array
     read_NBHRC: jax.Array
@@ -111,19 +112,27 @@ def _chunks(group: Group, size: int, acc) -> Chunks:
     )
 
 
+def masks(chunks: Chunks) -> Decays:
+    """Where each factor stands, as booleans."""
+    size = chunks.q_NBHCK.shape[-2]
+    within = jnp.tril(jnp.ones((size, size), bool))[None, None, None, None]
+    document_NBC, carried_NB = chunks.document_NBC, chunks.carried_NB
+    if document_NBC is None or carried_NB is None:
+        everywhere = jnp.ones((1, 1, 1, 1, 1), bool)
+        return Decays(within, everywhere, everywhere, everywhere[..., 0])
+    end_NB = document_NBC[:, :, -1]
+    same_NBCC = document_NBC[:, :, :, None] == document_NBC[:, :, None, :]
+    return Decays(
+        within & same_NBCC[:, :, None, None],
+        (document_NBC == carried_NB[:, :, None])[:, :, None, None],
+        (document_NBC == end_NB[:, :, None])[:, :, None, None],
+        (end_NB == carried_NB)[:, :, None, None],
+    )
+
+
 def _decays(chunks: Chunks) -> Decays:
     acc, size = chunks.q_NBHCK.dtype, chunks.q_NBHCK.shape[-2]
-    within = jnp.tril(jnp.ones((size, size), bool))[None, None, None, None]
-    read = write = jnp.ones((1, 1, 1, 1, 1), bool)
-    keep = jnp.ones((1, 1, 1, 1), bool)
-    document_NBC, carried_NB = chunks.document_NBC, chunks.carried_NB
-    if document_NBC is not None and carried_NB is not None:
-        end_NB = document_NBC[:, :, -1]
-        same_NBCC = document_NBC[:, :, :, None] == document_NBC[:, :, None, :]
-        within = within & same_NBCC[:, :, None, None]
-        read = (document_NBC == carried_NB[:, :, None])[:, :, None, None]
-        write = (document_NBC == end_NB[:, :, None])[:, :, None, None]
-        keep = (end_NB == carried_NB)[:, :, None, None]
+    within, read, write, keep = masks(chunks)
     if chunks.g_NBHRC is None:
         return Decays(within.astype(acc), read.astype(acc), write.astype(acc), keep.astype(acc))
 
@@ -144,7 +153,7 @@ def _decays(chunks: Chunks) -> Decays:
     )
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """What the backward pass keeps beside the inputs; all linear in T."""
 
     states_NBHRKV: jax.Array
@@ -152,10 +161,22 @@ class _Saved(NamedTuple):
     inverse_NBHRCC: jax.Array | None
 
 
-def _forward(chunks: Chunks, decays: Decays, S_BHRKV, scale: float, passing):
-    """(outputs in chunks, final state, what the gradient needs)."""
+class Form(NamedTuple):
+    """How a group of chunks is computed.
+
+    Attributes:
+      forward: (chunks, S_BHRKV, scale, passing) -> (outputs in chunks, state behind them, `Saved`).
+      backward: (chunks, `Saved`, scale, passing, gradient of the outputs in chunks, of the state
+        behind them) -> gradients of q, k, v, g and beta in chunks, and of the state before them.
+    """
+
+    forward: Callable
+    backward: Callable
+
+
+def _forward(chunks: Chunks, S_BHRKV, scale: float, passing):
     q, k, v, _, beta, *_ = chunks
-    within, read, write, keep = decays
+    within, read, write, keep = _decays(chunks)
     inverse = w = None
     if beta is None:
         u_local = v
@@ -163,11 +184,11 @@ def _forward(chunks: Chunks, decays: Decays, S_BHRKV, scale: float, passing):
         inverse = _inverse(k, beta)
         u_local = einsum("nbhrij,nbhrjv->nbhriv", inverse * within * beta[..., None, :], v)
         w = _w(inverse, beta, read, k)
-    states, u, S_BHRKV = passing.forward(w, u_local, k, write, keep, S_BHRKV)
+    states, u, S_BHRKV = passing.forward(w, u_local, k, write, keep[..., None, None], S_BHRKV)
     scores = einsum("nbhik,nbhjk->nbhij", q, k)[:, :, :, None] * within
     o = einsum("nbhrij,nbhrjv->nbhriv", scores, u)
     o = o + read[..., None] * einsum("nbhik,nbhrkv->nbhriv", q, states)
-    return scale * o, S_BHRKV, _Saved(states, u, inverse)
+    return scale * o, S_BHRKV, Saved(states, u, inverse)
 
 
 def _inverse(k, beta):
@@ -180,8 +201,8 @@ def _w(inverse, beta, read, k):
     return read[..., None] * einsum("nbhrij,nbhjk->nbhrik", inverse * beta[..., None, :], k)
 
 
-def _backward(chunks: Chunks, saved: _Saved, scale: float, passing, do, dS_BHRKV):
-    """Gradients of all inputs in chunks, and of the initial state.
+def _backward(chunks: Chunks, saved: Saved, scale: float, passing, do, dS_BHRKV):
+    """See `Form`.
 
     dg is summed from the products that each decay factor took part in, rather than from the closed
     form <q, dq> - <k, dk> + ..., whose terms cancel almost wholly under strong decay.
@@ -198,7 +219,9 @@ def _backward(chunks: Chunks, saved: _Saved, scale: float, passing, do, dS_BHRKV
     dS_read = einsum("nbhik,nbhriv->nbhrkv", q, read[..., None] * do)
     if beta is not None:
         w = _w(inverse, beta, read, k)
-    dstates, du, dS_initial = passing.backward(w, du, dS_read, k, write, keep, dS_BHRKV)
+    dstates, du, dS_initial = passing.backward(
+        w, du, dS_read, k, write, keep[..., None, None], dS_BHRKV
+    )
 
     dscores = einsum("nbhriv,nbhrjv->nbhrij", do, u) * within
     dq_read = read[..., None] * einsum("nbhriv,nbhrkv->nbhrik", do, states)
@@ -236,6 +259,9 @@ def _backward(chunks: Chunks, saved: _Saved, scale: float, passing, do, dS_BHRKV
         dg = jnp.where(g > MIN_LOG_DECAY, dg, 0.0)
         dg = _zero_at_starts(dg, chunks)
     return dq, dk, dv, dg, dbeta, dS_initial
+
+
+SCALAR_DECAY = Form(_forward, _backward)
 
 
 def _zero_at_starts(dg, chunks: Chunks):
@@ -303,12 +329,12 @@ def _put(whole: jax.Array, part: jax.Array, plan: _Plan, i) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(whole, part, i * plan.tokens, axis=1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _core(inputs, initial_state, document, scale, chunk_size, passing):
-    return _run(inputs, initial_state, document, scale, chunk_size, passing)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _core(inputs, initial_state, document, scale, chunk_size, passing, form):
+    return _run(inputs, initial_state, document, scale, chunk_size, passing, form)[0]
 
 
-def _run(inputs, initial_state, document, scale, chunk_size, passing):
+def _run(inputs, initial_state, document, scale, chunk_size, passing, form):
     """((output, final state), what the gradient needs)."""
     acc = initial_state.dtype
     q, _, v, *_ = inputs
@@ -322,7 +348,7 @@ def _run(inputs, initial_state, document, scale, chunk_size, passing):
         S_BHRKV, o = carry
         group = _group(inputs, document, plan, i)
         chunks = _chunks(group, chunk_size, acc)
-        o_part, S_BHRKV, saved = _forward(chunks, _decays(chunks), S_BHRKV, scale, passing)
+        o_part, S_BHRKV, saved = form.forward(chunks, S_BHRKV, scale, passing)
         return (S_BHRKV, _put(o, _join(o_part, group.v), plan, i)), saved
 
     S_BHRKV = initial_state.reshape(batch, heads, value_heads // heads, key_dim, value_dim)
@@ -331,12 +357,12 @@ def _run(inputs, initial_state, document, scale, chunk_size, passing):
     return (o[:, : v.shape[1]], S_BHRKV.reshape(initial_state.shape)), saved
 
 
-def _core_forward(inputs, initial_state, document, scale, chunk_size, passing):
-    out, saved = _run(inputs, initial_state, document, scale, chunk_size, passing)
+def _core_forward(inputs, initial_state, document, scale, chunk_size, passing, form):
+    out, saved = _run(inputs, initial_state, document, scale, chunk_size, passing, form)
     return out, (inputs, document, saved)
 
 
-def _core_backward(scale, chunk_size, passing, residuals, cotangents):
+def _core_backward(scale, chunk_size, passing, form, residuals, cotangents):
     inputs, document, saved = residuals
     do, dS = cotangents
     acc = dS.dtype
@@ -353,7 +379,7 @@ def _core_backward(scale, chunk_size, passing, residuals, cotangents):
         chunks = _chunks(group, chunk_size, acc)
         do_part = jax.lax.dynamic_slice_in_dim(do, i * plan.tokens, plan.tokens, axis=1)
         do_part = _cut(do_part, chunk_size, chunks.v_NBHRCV.shape[2:4], acc)
-        *parts, dS_BHRKV = _backward(chunks, saved, scale, passing, do_part, dS_BHRKV)
+        *parts, dS_BHRKV = form.backward(chunks, saved, scale, passing, do_part, dS_BHRKV)
         gradients = jax.tree.map(
             lambda whole, part, like: _put(whole, _join(part, like), plan, i),
             gradients,
@@ -385,12 +411,14 @@ def core(
     scale: float,
     chunk_size: int,
     passing: state_passing.StatePassing = state_passing.SEQUENTIAL,
+    form: Form = SCALAR_DECAY,
 ) -> tuple[jax.Array, jax.Array]:
     """Arguments and results as in `reference.core`.
 
     Further args:
       chunk_size: a power of two, at least 16.
       passing: how states travel from chunk to chunk.
+      form: what happens inside the chunks.
     """
     inputs = (q_BTHK, k_BTHK, v_BTGV, g_BTG, beta_BTG)
-    return _core(inputs, initial_state_BGKV, document_BT, scale, chunk_size, passing)
+    return _core(inputs, initial_state_BGKV, document_BT, scale, chunk_size, passing, form)

@@ -13,12 +13,13 @@ from fastweights.ops import segments
 def short_convolution(
     x_BTD: jax.Array,
     w_WD: jax.Array,
+    bias_D: jax.Array | None = None,
     *,
     cache: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     activation: str | None = "silu",
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums the last W inputs of each channel: y_t = act(sum_i w_i * x_(t - X + i)).
+    """Sums the last W inputs of each channel: y_t = act(bias + sum_i w_i * x_(t - X + i)).
 
     The last tap multiplies the current token; inputs before a document's start count as zero. Sums
     are in float32 or wider.
@@ -26,6 +27,7 @@ def short_convolution(
     Args:
       x_BTD: inputs.
       w_WD: taps, oldest first.
+      bias_D: added before the activation; None for none.
       cache: [B, X, D], the last X real inputs of the document that this call continues, oldest
         first and zeros before its start. With segment_ids too, padding inside the row is skipped
         over, as it would be token by token.
@@ -40,7 +42,7 @@ def short_convolution(
     Raises:
       UserError: on shapes that do not fit or an unknown activation.
     """
-    _check_inputs(x_BTD, w_WD, cache, segment_ids, activation)
+    _check_inputs(x_BTD, w_WD, bias_D, cache, segment_ids, activation)
     batch, length, channels = x_BTD.shape
     reach = w_WD.shape[0] - 1
     if length == 0:
@@ -48,7 +50,7 @@ def short_convolution(
         return x_BTD, empty if cache is None else cache.astype(x_BTD.dtype)
     if segment_ids is None:
         extended_BED = _prepend(cache, x_BTD, reach)
-        y_BTD = _weighted_sum(extended_BED, w_WD, None, activation)
+        y_BTD = _weighted_sum(extended_BED, w_WD, bias_D, None, activation)
         return y_BTD.astype(x_BTD.dtype), extended_BED[:, length:]
 
     index_BT, valid_BT = segments.find_documents(segment_ids)
@@ -65,11 +67,12 @@ def short_convolution(
         y_BTD = _weighted_sum(
             _prepend(None, x_BTD, reach),
             w_WD,
+            bias_D,
             jnp.pad(index_BT, ((0, 0), (reach, 0))),
             activation,
         )
     else:
-        y_BTD = _weighted_sum(extended_BED, w_WD, extended_index_BE, activation)
+        y_BTD = _weighted_sum(extended_BED, w_WD, bias_D, extended_index_BE, activation)
         place_BT = jnp.argsort(order_BT, axis=1)
         y_BTD = jnp.take_along_axis(y_BTD, place_BT[:, :, None], axis=1)
     y_BTD = segments.select_real(y_BTD, valid_BT)
@@ -87,7 +90,7 @@ def _prepend(cache: jax.Array | None, x_BTD: jax.Array, reach: int) -> jax.Array
     return jnp.concatenate([cache.astype(x_BTD.dtype), x_BTD], axis=1)
 
 
-def _weighted_sum(extended_BED, w_WD, index_BE, activation) -> jax.Array:
+def _weighted_sum(extended_BED, w_WD, bias_D, index_BE, activation) -> jax.Array:
     """Shifted copies times their taps; one fused loop, since XLA never stores the copies."""
     taps = w_WD.shape[0]
     length = extended_BED.shape[1] - taps + 1
@@ -99,17 +102,23 @@ def _weighted_sum(extended_BED, w_WD, index_BE, activation) -> jax.Array:
             same_BT = index_BE[:, i : i + length] == index_BE[:, taps - 1 :]
             tap_BTD = segments.select_real(tap_BTD, same_BT)
         terms.append(tap_BTD * w_WD[i][None, None, :].astype(acc))
+    if bias_D is not None:
+        terms.append(bias_D[None, None, :].astype(acc))
     total = sum(terms[1:], terms[0])
     return jax.nn.silu(total) if activation == "silu" else total
 
 
-def _check_inputs(x_BTD, w_WD, cache, segment_ids, activation) -> None:
+def _check_inputs(x_BTD, w_WD, bias_D, cache, segment_ids, activation) -> None:
     name = "short_convolution"
     check(x_BTD.ndim == 3, f"{name}: x must be [B, T, D], got shape {x_BTD.shape}")
     batch, length, channels = x_BTD.shape
     check(
         w_WD.ndim == 2 and w_WD.shape[0] >= 1 and w_WD.shape[1] == channels,
         f"{name}: w must be [W, D] with W >= 1 and D = {channels}, got shape {w_WD.shape}",
+    )
+    check(
+        bias_D is None or bias_D.shape == (channels,),
+        f"{name}: bias must be [D] = {(channels,)}, got {None if bias_D is None else bias_D.shape}",
     )
     reach = w_WD.shape[0] - 1
     check(

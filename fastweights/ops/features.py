@@ -3,10 +3,14 @@
 Shapes: the maps act on the last axis or elementwise, whatever stands before it.
 """
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from fastweights.errors import UserError, check
 
 
 def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
@@ -20,17 +24,70 @@ def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     return (wide * inverse).astype(x.dtype)
 
 
-def _identity(x: jax.Array) -> jax.Array:
-    return x
-
-
 def _elu1(x: jax.Array) -> jax.Array:
     """elu(x) + 1, the positive map of Katharopoulos et al. 2020 (arXiv 2006.16236), eq. 7."""
     return jax.nn.elu(x) + 1
 
 
-FEATURE_MAPS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "identity": _identity,
-    "elu1": _elu1,
-    "relu": jax.nn.relu,
-}
+def _dpfp(x: jax.Array, nu: int) -> jax.Array:
+    """r_i r_(i + j) for j = 1 ... nu with r = relu([x, -x]), indices taken around the end.
+
+    Deterministic parameter-free projection, Schlag et al. 2021 (arXiv 2102.11174), eq. 37: sparse
+    products that give random keys more room than their own dimension.
+    """
+    r = jax.nn.relu(jnp.concatenate([x, -x], axis=-1))
+    return jnp.concatenate([r * jnp.roll(r, -j, axis=-1) for j in range(1, nu + 1)], axis=-1)
+
+
+def _taylor(x: jax.Array) -> jax.Array:
+    """1, x / d^(1/4) and all products of two of its entries / sqrt(2).
+
+    The second-order Taylor map of Based, Arora et al. 2024 (arXiv 2402.18668), section 4.1: inner
+    products are 1 + s + s^2 / 2 with s = q . k / sqrt(d), close to e^s and never below 1/2.
+    """
+    x = x * x.shape[-1] ** -0.25
+    products = x[..., :, None] * x[..., None, :] * 0.5**0.5
+    pairs = products.reshape(*x.shape[:-1], x.shape[-1] ** 2)
+    return jnp.concatenate([jnp.ones_like(x[..., :1]), x, pairs], axis=-1)
+
+
+class FeatureMap(NamedTuple):
+    """A map phi of the last axis.
+
+    Attributes:
+      apply: [..., K] -> [..., width(K)], in the same dtype.
+      width: K -> the number of features.
+    """
+
+    apply: Callable[[jax.Array], jax.Array]
+    width: Callable[[int], int]
+
+
+FEATURE_MAPS = ("identity", "elu1", "relu", "squared_relu", "dpfp", "taylor")
+
+
+def feature_map(name: str, *, nu: int = 1) -> FeatureMap:
+    """The feature map of that name.
+
+    Args:
+      name: one of `FEATURE_MAPS`.
+      nu: how many products "dpfp" takes per entry; the others have no use for it.
+
+    Raises:
+      UserError: an unknown name or a nu that "dpfp" cannot take.
+    """
+    match name:
+        case "identity":
+            return FeatureMap(lambda x: x, lambda K: K)
+        case "elu1":
+            return FeatureMap(_elu1, lambda K: K)
+        case "relu":
+            return FeatureMap(jax.nn.relu, lambda K: K)
+        case "squared_relu":
+            return FeatureMap(lambda x: jnp.square(jax.nn.relu(x)), lambda K: K)
+        case "dpfp":
+            check(nu >= 1, f"feature_map 'dpfp' has nu = {nu}; give an integer of at least 1.")
+            return FeatureMap(functools.partial(_dpfp, nu=nu), lambda K: 2 * K * nu)
+        case "taylor":
+            return FeatureMap(_taylor, lambda K: 1 + K + K * K)
+    raise UserError(f"feature_map is {name!r}; choose one of {', '.join(FEATURE_MAPS)}.")

@@ -2,13 +2,14 @@
 
 One recurrence covers them all. With state S, decay g and write strength beta at each token:
 
-    S <- e^g S                          (no g: no decay)
+    S <- e^g S                          (no g: no decay; g a number, or one per row of S)
     d  = beta (v - S^T k)               (no beta: d = v)
     S <- S + k d^T
     o  = scale S^T q
 
 With both this is the gated delta rule (Yang et al. 2024, arXiv 2412.06464, eq. 10), without g the
 delta rule (Schlag et al. 2021, arXiv 2102.11174, eq. 24; Yang et al. 2024, arXiv 2406.06484),
+with a decay per key channel Kimi Delta Attention (Kimi Team 2025, arXiv 2510.26692, eq. 1),
 without beta gated linear attention with a scalar decay (Mamba-2: Dao and Gu 2024, arXiv
 2405.21060), without either linear attention (Katharopoulos et al. 2020, arXiv 2006.16236).
 
@@ -20,10 +21,10 @@ import jax
 import jax.numpy as jnp
 
 
-def _step(S_BHRKV, q_BHK, k_BHK, v_BHRV, g_BHR, beta_BHR):
-    """One token: (state after it, unscaled output)."""
-    if g_BHR is not None:
-        S_BHRKV = jnp.exp(g_BHR)[..., None, None] * S_BHRKV
+def _step(S_BHRKV, q_BHK, k_BHK, v_BHRV, g_BHRK, beta_BHR):
+    """One token: (state after it, unscaled output); a decay of the whole state has K = 1 there."""
+    if g_BHRK is not None:
+        S_BHRKV = jnp.exp(g_BHRK)[..., None] * S_BHRKV
     if beta_BHR is not None:
         read_BHRV = jnp.einsum("bhk,bhrkv->bhrv", k_BHK, S_BHRKV, precision="highest")
         v_BHRV = beta_BHR[..., None] * (v_BHRV - read_BHRV)
@@ -35,7 +36,7 @@ def core(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
     v_BTGV: jax.Array,
-    g_BTG: jax.Array | None,
+    g: jax.Array | None,
     beta_BTG: jax.Array | None,
     initial_state_BGKV: jax.Array,
     document_BT: jax.Array | None,
@@ -45,7 +46,8 @@ def core(
     """Runs the recurrence over T >= 1 tokens; T = 1 is one update, without a loop.
 
     Args:
-      q_BTHK, k_BTHK, v_BTGV, g_BTG, beta_BTG: inputs, zero at padding; g and beta may be None.
+      q_BTHK, k_BTHK, v_BTGV, g, beta_BTG: inputs, zero at padding; g is [B, T, G], or [B, T, G, K]
+        for a decay per key channel; g and beta may be None.
       initial_state_BGKV: in the dtype of all arithmetic.
       document_BT: nondecreasing document numbers, or None. The state restarts from zero where the
         number rises; document 0 continues the initial state.
@@ -67,7 +69,7 @@ def core(
         over_time(q_BTHK, (batch, heads, key_dim)),
         over_time(k_BTHK, (batch, heads, key_dim)),
         over_time(v_BTGV, (*grouped, value_dim)),
-        over_time(g_BTG, grouped),
+        over_time(g, (*grouped, 1 if g is None or g.ndim == 3 else key_dim)),
         over_time(beta_BTG, grouped),
     )
     if length == 1:

@@ -15,7 +15,7 @@ query/key head j // (G // H)), K key dim, V value dim.
 import jax
 import jax.numpy as jnp
 
-from fastweights.ops import checks, chunked, reference, scan, segments
+from fastweights.ops import channelwise, checks, chunked, reference, scan, segments
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
@@ -70,6 +70,36 @@ def gated_delta_rule(
         segment_ids,
         chunk_size,
         implementation,
+    )
+
+
+def kimi_delta_rule(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTGV: jax.Array,
+    g_BTGK: jax.Array,
+    beta_BTG: jax.Array,
+    *,
+    scale: float | None = None,
+    initial_state: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    chunk_size: int = 64,
+    implementation: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Delta rule with a decay per key channel: S <- diag(e^g) S, then as `gated_delta_rule`.
+
+    Kimi Delta Attention, Kimi Team 2025, arXiv 2510.26692, eq. 1. Arguments, results and errors as
+    in `gated_delta_rule`, but for g_BTGK: one log decay, <= 0, for each row of each state.
+    """
+    return _run(
+        "kimi_delta_rule",
+        (q_BTHK, k_BTHK, v_BTGV, g_BTGK, beta_BTG),
+        scale,
+        initial_state,
+        segment_ids,
+        chunk_size,
+        implementation,
+        channels=True,
     )
 
 
@@ -199,8 +229,10 @@ def _run(
     segment_ids: jax.Array | None,
     chunk_size: int,
     implementation: str,
+    *,
+    channels: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    checks.check_rule(name, *inputs, segment_ids, chunk_size, implementation)
+    checks.check_rule(name, *inputs, segment_ids, chunk_size, implementation, channels=channels)
     q_BTHK, _, v_BTGV, _, _ = inputs
     batch, length, _, key_dim = q_BTHK.shape
     value_heads, value_dim = v_BTGV.shape[2:]
@@ -222,7 +254,8 @@ def _run(
         # A chunk longer than the row would only hold padding.
         size = min(chunk_size, max(16, 1 << (length - 1).bit_length()))
         core = scan.core if implementation == "scan" else chunked.core
-        o_BTGV, state = core(*inputs, state, document_BT, scale=factor, chunk_size=size)
+        form = channelwise.CHANNEL_DECAY if channels else chunked.SCALAR_DECAY
+        o_BTGV, state = core(*inputs, state, document_BT, scale=factor, chunk_size=size, form=form)
     if valid_BT is not None:
         # The inputs are zero at padding, so o is too: this select is for the cotangent, which may
         # hold anything there.

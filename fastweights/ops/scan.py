@@ -46,7 +46,6 @@ def _prefix(m, z, S, *, reverse: bool):
 
 def _transition(w, k, write, keep):
     """M of every chunk."""
-    keep = keep[..., None, None]
     if w is None:
         return keep
     identity = jnp.eye(k.shape[-1], dtype=k.dtype)[None, None, None, None]

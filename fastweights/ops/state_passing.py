@@ -6,7 +6,8 @@ Both ways solve the same two recurrences over chunks n (symbols as in `chunked.p
     backward:  dU_n = dU_local_n + diag(b_n) K_n dS_(n+1),
                dS_n = c_n dS_(n+1) + dS_read_n - W_n^T dU_n
 
-W is None for rules without error correction: then U = U_local.
+W is None for rules without error correction: then U = U_local. c is one factor, or one per row of
+the state.
 
 Shapes: as in `chunked.py`.
 """
@@ -52,7 +53,7 @@ def _forward_sequential(w, u_local, k, write, keep, S_BHRKV):
         if w is not None:
             u = u - _einsum("bhrck,bhrkv->bhrcv", w, S)
         update = _einsum("bhck,bhrcv->bhrkv", k, write[..., None] * u)
-        return keep[..., None, None] * S + update, (S, u)
+        return keep * S + update, (S, u)
 
     S_BHRKV, (states, u) = jax.lax.scan(body, S_BHRKV, inputs)
     return states, u, S_BHRKV
@@ -65,7 +66,7 @@ def _backward_sequential(w, du_local, dS_read, k, write, keep, dS_BHRKV):
     def body(dS, chunk):
         w, du, dS_read, k, write, keep = chunk
         du = du + write[..., None] * _einsum("bhck,bhrkv->bhrcv", k, dS)
-        before = keep[..., None, None] * dS + dS_read
+        before = keep * dS + dS_read
         if w is not None:
             before = before - _einsum("bhrck,bhrcv->bhrkv", w, du)
         return before, (dS, du)

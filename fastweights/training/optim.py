@@ -15,7 +15,8 @@ from fastweights.errors import UserError, check
 # Last part of a parameter's path -> is it a weight matrix (decayed, and orthogonalised by Muon
 # inside the blocks)? Every parameter must be listed: a new name is a decision, not an accident.
 MATRICES = frozenset({"kernel", "embedding", "head"})
-OTHERS = frozenset({"scale", "conv_q", "conv_k", "conv_v", "A_log", "dt_bias"})
+OTHERS = frozenset({"scale", "conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "D"})
+OTHERS |= {"conv_bias_q", "conv_bias_k", "conv_bias_v"}
 # Embedding and head rows are vectors of single tokens; Muon's orthogonalisation is for maps
 # between hidden spaces (https://kellerjordan.github.io/posts/muon/), so these stay with AdamW.
 NOT_FOR_MUON = frozenset({"embedding", "head"})

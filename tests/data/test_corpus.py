@@ -114,6 +114,7 @@ def drop_a_row(path):
         ("meta.json", lambda path: edit(path, format="x"), "describes 'x'"),
         ("meta.json", lambda path: edit(path, version=0), "format version 0"),
         ("meta.json", lambda path: edit(path, vocab_size=9), "prepared with 9 token ids"),
+        ("meta.json", lambda path: edit(path, dtype="int8"), "has dtype .int8., not one of uint16"),
         ("meta.json", drop_a_row, r"train.array_record' holds \d+ rows but meta.json says \d+"),
         ("tokenizer.json", Path.unlink, "no tokenizer file"),
         ("train.array_record", Path.unlink, "train.array_record' is missing"),
@@ -126,6 +127,41 @@ def test_damage_is_named(corpus_folder, file, damage, says):
     damage(corpus_folder / file)
     with pytest.raises(UserError, match=says):
         open_corpus(str(corpus_folder))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("length", "dtype", "tokenizer", "vocab_size", "splits", "splits.train"),
+        *(f"splits.held_out.{key}" for key in ("file", "file_bytes", "rows", "bytes")),
+    ],
+)
+def test_a_missing_or_mistyped_key_of_meta_is_named(corpus_folder, path):
+    file = corpus_folder / "meta.json"
+    meta = json.loads(file.read_text())
+    *parents, key = path.split(".")
+    holder = meta
+    for name in parents:
+        holder = holder[name]
+    holder[key] = None
+    file.write_text(json.dumps(meta))
+    with pytest.raises(UserError, match=f"has None for '{path}'"):
+        open_corpus(str(corpus_folder))
+    del holder[key]
+    file.write_text(json.dumps(meta))
+    with pytest.raises(UserError, match=f"meta.json' lacks '{path}'; prepare the data"):
+        open_corpus(str(corpus_folder))
+
+
+def test_a_row_whose_bytes_changed_is_named(corpus_folder):
+    file = corpus_folder / "train.array_record"
+    content = bytearray(file.read_bytes())
+    content[110] ^= 255  # In the first record: headers end at byte 104.
+    file.write_bytes(content)
+    rows = open_corpus(str(corpus_folder)).rows["train"]
+    assert len(rows[1]) > 0, "the other rows can still be read"
+    with pytest.raises(UserError, match=r"Row 0 of the data file '.*train.array_record' can't"):
+        rows[0]
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,29 @@ def project(p, x, cfg):
         if cfg.conv_size:
             taps = p["qkv"][f"conv_{name}"]
             past = np.concatenate([np.zeros((len(taps) - 1, y.shape[1])), y])
-            y = silu(sum(taps[i] * past[i : i + T] for i in range(len(taps))))
+            bias = p["qkv"].get(f"conv_bias_{name}", 0)
+            y = silu(bias + sum(taps[i] * past[i : i + T] for i in range(len(taps))))
         out.append(y)
     return out
+
+
+def features(name, x):
+    if name == "elu1":
+        return np.where(x > 0, x + 1, np.exp(x))
+    if name == "squared_relu":
+        return np.maximum(x, 0) ** 2
+    if name == "dpfp":
+        r = np.maximum(np.concatenate([x, -x], -1), 0)
+        return np.concatenate([r * np.roll(r, -j, -1) for j in (1, 2)], -1)
+    if name == "taylor":
+        x = x / x.shape[-1] ** 0.25
+        pairs = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1) / np.sqrt(2)
+        return np.concatenate([np.ones_like(x[..., :1]), x, pairs], -1)
+    return x
+
+
+def low_rank(p, x):
+    return x @ p["down"]["kernel"] @ p["up"]["kernel"]
 
 
 def recurrent_by_hand(letter, p, x, cfg):
@@ -53,32 +73,48 @@ def recurrent_by_hand(letter, p, x, cfg):
     q = q.reshape(T, cfg.qk_heads, -1)
     k = k.reshape(T, cfg.qk_heads, -1)
     v = v.reshape(T, cfg.num_heads, -1)
-    if getattr(cfg, "feature_map", "identity") == "elu1":
-        q, k = (np.where(y > 0, y + 1, np.exp(y)) for y in (q, k))
-    if letter == "G" or getattr(cfg, "l2_norm", False):
+    q, k = (features(getattr(cfg, "feature_map", "identity"), y) for y in (q, k))
+    if letter in "GK" or getattr(cfg, "l2_norm", False):
         q, k = (y / np.sqrt(np.sum(y * y, -1, keepdims=True) + 1e-6) for y in (q, k))
-    decay = np.ones((T, cfg.num_heads))
-    if letter == "G":
-        step = np.log1p(np.exp(x @ p["decay"]["proj"]["kernel"] + p["decay"]["dt_bias"]))
-        decay = np.exp(-np.exp(p["decay"]["A_log"]) * step)
-    if letter in "DG":
+    gates = p.get("decay", p.get("step"))
+    written, scale = v, 1 if letter == "N" else q.shape[-1] ** -0.5
+    decay = np.ones((T, cfg.num_heads, 1))
+    if letter in "GN":
+        step = np.log1p(np.exp(x @ gates["proj"]["kernel"] + gates["dt_bias"]))
+        if letter == "N":
+            step = np.clip(step, *cfg.time_step_limit)
+            written = step[..., None] * v
+        decay = np.exp(-np.exp(gates["A_log"]) * step)[..., None]
+    if letter == "K":
+        a = low_rank(gates["proj"], x).reshape(T, cfg.num_heads, cfg.head_dim)
+        step = np.log1p(np.exp(a + gates["dt_bias"]))
+        decay = np.exp(-np.exp(gates["A_log"])[:, None] * step)
+    if letter in "DGK":
         beta = sigmoid(x @ p["beta"]["proj"]["kernel"]) * (2 if cfg.allow_neg_eigval else 1)
     o = np.zeros_like(v)
     for j in range(cfg.num_heads):
         h = j // (cfg.num_heads // cfg.qk_heads)
-        S, z = np.zeros((cfg.head_dim, v.shape[-1])), np.zeros(cfg.head_dim)
+        S, z = np.zeros((q.shape[-1], v.shape[-1])), np.zeros(q.shape[-1])
         for t in range(T):
-            S = decay[t, j] * S
-            write = v[t, j]
-            if letter in "DG":
+            S = decay[t, j][:, None] * S
+            write = written[t, j]
+            if letter in "DGK":
                 write = beta[t, j] * (write - S.T @ k[t, h])
             S, z = S + np.outer(k[t, h], write), z + k[t, h]
             if letter == "L" and cfg.normalize:
                 o[t, j] = S.T @ q[t, h] / (z @ q[t, h])
             else:
-                o[t, j] = S.T @ q[t, h] / np.sqrt(cfg.head_dim)
+                o[t, j] = scale * S.T @ q[t, h]
+    if letter == "N":
+        y = (o + p["D"][:, None] * v).reshape(T, -1)
+        if cfg.output_gate:
+            y = y * silu(x @ p["read_out"]["gate"]["kernel"])
+        y = rms(y.reshape(T, cfg.qk_heads, -1)) * p["read_out"]["norm"]["scale"]
+        return y.reshape(T, -1) @ p["read_out"]["out"]["kernel"]
     y = rms(o) * p["read_out"]["norm"]["scale"]
-    if cfg.output_gate:
+    if cfg.output_gate and letter == "K":
+        y = y * sigmoid(low_rank(p["read_out"]["gate"], x)).reshape(y.shape)
+    elif cfg.output_gate:
         y = y * silu(x @ p["read_out"]["gate"]["kernel"]).reshape(y.shape)
     return y.reshape(T, -1) @ p["read_out"]["out"]["kernel"]
 
@@ -126,12 +162,20 @@ VARIANTS = [
     ("L", {}),
     ("L", dict(normalize=False, num_qk_heads=1, output_gate=False)),
     ("L", dict(normalize=False, feature_map="identity", conv_size=0)),
+    ("L", dict(feature_map="taylor", head_dim=3)),
+    ("L", dict(normalize=False, feature_map="squared_relu")),
     ("D", {}),
+    ("D", dict(feature_map="dpfp", dpfp_nu=2)),
     ("D", dict(allow_neg_eigval=False, conv_size=2, num_qk_heads=1, value_head_dim=3)),
     ("D", dict(feature_map="elu1", output_gate=False)),
     ("G", {}),
     ("G", dict(allow_neg_eigval=True, num_qk_heads=0, output_gate=False)),
     ("G", dict(conv_size=0, num_heads=3, num_qk_heads=1)),
+    ("K", {}),
+    ("K", dict(allow_neg_eigval=True, num_qk_heads=0, output_gate=False, conv_size=0)),
+    ("N", {}),
+    ("N", dict(num_qk_heads=1, output_gate=False, time_step_limit=(0.0, float("inf")))),
+    ("N", dict(conv_size=0, num_qk_heads=4, time_step_limit=(0.7, 1.0))),
 ]
 
 
@@ -145,12 +189,14 @@ def test_layer_equals_its_equations(letter, options):
     np.testing.assert_allclose(actual[0], expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("letter", "AWLDG")
+@pytest.mark.parametrize("letter", "AWLDGKN")
 def test_bfloat16_parameters_leave_gates_in_float32(letter):
     mixer = tiny_models.mixer(letter, D, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
     leaves = jax.tree_util.tree_leaves_with_path(parameters(mixer, jnp.asarray))
     wide = {"/".join(key.key for key in path) for path, x in leaves if x.dtype == jnp.float32}
-    expected = {"G": {"decay/A_log", "decay/dt_bias"}}.get(letter, set())
+    gates = {"decay/A_log", "decay/dt_bias"}
+    steps = {"step/A_log", "step/dt_bias", "D"}
+    expected = {"G": gates, "K": gates, "N": steps}.get(letter, set())
     assert wide == expected | (set() if letter in "AW" else {"read_out/norm/scale"})
     cache = mixer.init_cache(1, 4, jnp.bfloat16)
     x = jnp.asarray(inputs()[None, :4], jnp.bfloat16)

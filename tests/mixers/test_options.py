@@ -19,8 +19,10 @@ BAD = [
     ("L", dict(feature_map="cosine"), r"feature_map is 'cosine'; choose one of .*elu1"),
     ("L", dict(feature_map="identity", normalize=True), r"normalize is True .*elu1"),
     ("D", dict(feature_map="cosine"), r"feature_map is 'cosine'; choose one of .*elu1"),
+    ("D", dict(feature_map="dpfp", dpfp_nu=0), r"dpfp_nu is 0; give an integer of at least 1"),
     ("D", dict(chunk_size=0), r"chunk_size is 0"),
     ("G", dict(num_heads=6, num_qk_heads=4), r"num_heads is 6, which num_qk_heads 4 .*multiple"),
+    ("N", dict(time_step_limit=(0.1, 0.0)), r"time_step_limit is \(0.1, 0.0\); give two numbers"),
     ("G", dict(value_head_dim=-1), r"value_head_dim is -1"),
 ]
 

@@ -18,6 +18,13 @@ CONFIGS = [
         4,
         mixers=tiny_models.replace_mixer("L", normalize=False, output_gate=False, conv_size=0),
     ),
+    tiny_models.config("KN", 2),
+    tiny_models.config("K", 1, mixers=tiny_models.replace_mixer("K", output_gate=False)),
+    tiny_models.config("N", 1, mixers=tiny_models.replace_mixer("N", conv_size=0)),
+    tiny_models.config("L", 1, mixers=tiny_models.replace_mixer("L", feature_map="taylor")),
+    tiny_models.config(
+        "D", 1, mixers=tiny_models.replace_mixer("D", feature_map="dpfp", dpfp_nu=2)
+    ),
     tiny_models.config("A", 2, mixers=tiny_models.replace_mixer("A", qk_norm=False, conv_size=4)),
 ]
 
@@ -34,7 +41,7 @@ def part_of(path, letters):
     return f"mixer_{letters[names[0]][int(names[1].removeprefix('layer_'))]}"
 
 
-@pytest.mark.parametrize("cfg", CONFIGS, ids=lambda c: c.pattern + str(c.num_layers))
+@pytest.mark.parametrize("cfg", CONFIGS, ids=range(len(CONFIGS)))
 def test_parameters_are_those_of_the_tree(cfg):
     _, shapes, _ = model.abstract_model(cfg)
     letters = {"groups": cfg.layout.group, "tail": cfg.layout.tail}
@@ -47,7 +54,7 @@ def test_parameters_are_those_of_the_tree(cfg):
     assert total == sum(leaf.size for leaf in jax.tree.leaves(shapes))
 
 
-@pytest.mark.parametrize("cfg", CONFIGS, ids=lambda c: c.pattern + str(c.num_layers))
+@pytest.mark.parametrize("cfg", CONFIGS, ids=range(len(CONFIGS)))
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_cache_bytes_are_those_of_the_tree(cfg, dtype):
     graphdef, shapes, _ = model.abstract_model(cfg)
@@ -113,6 +120,8 @@ def test_a_short_context_does_not_fill_a_window():
         ("L", 4 * 2 * 8 * 4),
         ("D", 8 * 2 * 8 * 8),
         ("G", 8 * 4 * 8 * 4),
+        ("K", 8 * 2 * 8 * 4),
+        ("N", 4 * 4 * 8 * 4),
     ],
 )
 def test_flops_are_those_of_matrices_and_memory(letter, memory):
@@ -122,7 +131,7 @@ def test_flops_are_those_of_matrices_and_memory(letter, memory):
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = path[-1].key
         matrices += leaf.size * (name in ("kernel", "embedding"))
-        conv += leaf.size * name.startswith("conv_")
+        conv += leaf.size * (name in ("conv_q", "conv_k", "conv_v"))
     expected = 2 * matrices + 2 * conv + memory
     assert flops.forward_flops_per_token(cfg, 5) == pytest.approx(expected)
     assert flops.train_flops_per_token(cfg, 5) == pytest.approx(3 * expected)

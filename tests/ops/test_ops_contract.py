@@ -33,15 +33,17 @@ def close(got, want, tolerance=2e-5):
     )
 
 
-def test_float64_stays_float64():
+@pytest.mark.parametrize("rule", ("gated_delta_rule", "kimi_delta_rule"))
+def test_float64_stays_float64(rule):
     with jax.enable_x64(True):
-        x = {name: a.astype(np.float64) for name, a in oracle.random_inputs(2, T=40).items()}
+        x = oracle.random_inputs(2, T=40, channels=rule == "kimi_delta_rule")
+        x = {name: a.astype(np.float64) for name, a in x.items()}
         for implementation in ("chunked", "reference"):
 
             @jax.jit
             def run(x, implementation=implementation):
                 def call(x):
-                    return ops.gated_delta_rule(
+                    return getattr(ops, rule)(
                         *(x[n] for n in NAMES),
                         initial_state=x["initial_state"],
                         implementation=implementation,
@@ -57,16 +59,26 @@ def test_float64_stays_float64():
             oracle.assert_close(got, oracle.recurrence(x), 1e-12)
 
 
-@pytest.mark.parametrize("implementation", ("chunked", "scan", "reference"))
-def test_bfloat16(implementation):
+@pytest.mark.parametrize(
+    ("implementation", "rule"),
+    (
+        ("chunked", "gated_delta_rule"),
+        ("scan", "gated_delta_rule"),
+        ("reference", "gated_delta_rule"),
+        ("chunked", "kimi_delta_rule"),
+        ("scan", "kimi_delta_rule"),
+        ("reference", "kimi_delta_rule"),
+    ),
+)
+def test_bfloat16(implementation, rule):
     """Rounded inputs, float32 inside: as good as the output's own rounding."""
-    x = oracle.random_inputs(3, T=130)
+    x = oracle.random_inputs(3, T=130, channels=rule == "kimi_delta_rule")
     x = {n: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for n, a in x.items()}
 
     @jax.jit
     def run(x):
         def call(q, k, v, g, beta, S):
-            return ops.gated_delta_rule(
+            return getattr(ops, rule)(
                 q, k, v, g, beta, initial_state=S, implementation=implementation
             )
 
@@ -216,6 +228,26 @@ def test_wrong_shape_is_named(case):
             initial_state=x["initial_state"],
             segment_ids=x.get("segment_ids"),
         )
+
+
+def test_a_decay_per_head_is_no_decay_per_channel():
+    x = inputs()
+    message = r"^kimi_delta_rule: g must be .*\[B, T, G, K\] = \(2, 20, 4, 5\), .*\(2, 20, 4\)"
+    with pytest.raises(UserError, match=message):
+        ops.kimi_delta_rule(*(x[n] for n in NAMES))
+
+
+def test_a_decay_per_head_equals_its_quadratic_form():
+    """Mamba-2's dual: causal scores times e^(G_i - G_j), without any state."""
+    x = {n: np.asarray(a, np.float64) for n, a in inputs(T=40).items()}
+    o, _ = ops.gated_linear_attention(
+        *(jnp.asarray(x[n], jnp.float32) for n in ("q", "k", "v", "g")), scale=1.0, chunk_size=16
+    )
+    q, k = (np.repeat(x[n], 2, axis=2) for n in "qk")
+    total = np.cumsum(x["g"], axis=1).transpose(0, 2, 1)
+    decay = np.tril(np.exp(np.minimum(total[..., :, None] - total[..., None, :], 0)))
+    scores = np.einsum("bigk,bjgk->bgij", q, k) * decay
+    close(o, np.einsum("bgij,bjgv->bigv", scores, x["v"]), 1e-5)
 
 
 @pytest.mark.parametrize(

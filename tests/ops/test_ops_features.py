@@ -127,6 +127,19 @@ def test_convolution_gradients_stay_in_their_document(cached):
     np.testing.assert_allclose(dcache, want_cache, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ("one_document", "left_padding"))
+def test_convolution_adds_its_bias_before_the_activation(layout):
+    a, ids = conv_arrays(12), IDS[layout].astype(np.int32)
+    bias = np.asarray([0.5, -1.0, 2.0], np.float32)
+    y, _ = ops.short_convolution(a["x"], a["w"], bias, segment_ids=ids)
+    want = silu(one_by_one(a, ids, False)[0] + bias)
+    np.testing.assert_allclose(y, np.where(ids[:, :, None] == 0, 0, want), atol=1e-6)
+    slope = jax.grad(
+        lambda b: jnp.sum(ops.short_convolution(a["x"], a["w"], b, activation=None)[0])
+    )
+    np.testing.assert_allclose(slope(bias), 24, rtol=1e-6)
+
+
 def test_convolution_sums_in_float32():
     x = jnp.asarray([[[256.0], [1.0], [-256.0]]], jnp.bfloat16)
     y, cache = ops.short_convolution(x, jnp.ones((3, 1), jnp.bfloat16), activation=None)
@@ -141,6 +154,7 @@ def test_convolution_sums_in_float32():
         ((2, 5, 3), (4, 2), {}, "w must be"),
         ((2, 5, 3), (4, 3), {"cache": np.zeros((2, 4, 3))}, r"cache must be .*\(2, 3, 3\)"),
         ((2, 5, 3), (4, 3), {"segment_ids": np.ones((2, 4), int)}, "segment_ids must be"),
+        ((2, 5, 3), (4, 3), {"bias_D": np.zeros(4)}, r"bias must be .*\(3,\), got \(4,\)"),
         ((2, 5, 3), (4, 3), {"activation": "gelu"}, "'silu' or None, got 'gelu'"),
     ),
 )
@@ -212,8 +226,63 @@ def test_l2_normalize():
         ("identity", [-2.0, 0.0, 3.0]),
         ("elu1", [np.exp(-2.0), 1.0, 4.0]),
         ("relu", [0.0, 0.0, 3.0]),
+        ("squared_relu", [0.0, 0.0, 9.0]),
+        # r = (0, 0, 3, 2, 0, 0) times its neighbour, and times the entry after that.
+        ("dpfp", [0, 0, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
     ),
 )
 def test_feature_maps(name, want):
     x = jnp.asarray([-2.0, 0.0, 3.0])
-    np.testing.assert_allclose(ops.FEATURE_MAPS[name](x), want, rtol=1e-6)
+    phi = ops.feature_map(name, nu=2)
+    np.testing.assert_allclose(phi.apply(x), want, rtol=1e-6)
+    assert phi.width(3) == len(want)
+
+
+def test_dpfp_pairs_each_entry_with_those_behind_it():
+    x = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
+    r = np.maximum(np.concatenate([x, -x], -1), 0)
+    want = [r[:, i] * r[:, (i + j) % 8] for j in (1, 2, 3) for i in range(8)]
+    phi = ops.feature_map("dpfp", nu=3)
+    np.testing.assert_allclose(phi.apply(x), np.stack(want, -1), rtol=1e-6)
+    assert phi.width(4) == 24
+
+
+def test_taylor_products_are_the_series():
+    q, k = np.random.default_rng(0).standard_normal((2, 50, 6)).astype(np.float32)
+    phi = ops.feature_map("taylor")
+    products = np.sum(phi.apply(q) * phi.apply(k), axis=-1)
+    s = np.sum(q * k, axis=-1) / np.sqrt(6)
+    np.testing.assert_allclose(products, 1 + s + s**2 / 2, rtol=2e-6)
+    assert phi.apply(q).shape == (50, phi.width(6)) == (50, 43)
+
+
+@pytest.mark.parametrize("name", ("elu1", "relu", "squared_relu", "dpfp", "taylor"))
+def test_normalised_attention_equals_its_quadratic_form(name):
+    q, k, v = np.random.default_rng(1).standard_normal((3, 2, 40, 3, 4)).astype(np.float32)
+    phi = ops.feature_map(name, nu=2).apply
+    o, (S, z) = ops.linear_attention(phi(q), phi(k), v, normalize=True, eps=1e-3, chunk_size=16)
+    wide = (np.asarray(phi(x), np.float64) for x in (q, k))
+    weights = np.tril(np.einsum("bihf,bjhf->bhij", *wide))
+    weights = weights / (weights.sum(-1, keepdims=True) + 1e-3)
+    want = np.einsum("bhij,bjhv->bihv", weights, v)
+    np.testing.assert_allclose(o, want, rtol=2e-4, atol=2e-5)
+    np.testing.assert_allclose(z, np.sum(np.asarray(phi(k)), axis=1), rtol=1e-5, atol=1e-5)
+    assert S.shape[2] == phi(k).shape[-1]
+
+
+@pytest.mark.parametrize("name", ops.FEATURE_MAPS)
+def test_additive_attention_equals_the_regrouped_sum(name):
+    """q_i S_i, with S_i the sum of outer products, is the sum of values weighted by q_i . k_j."""
+    q, k, v = np.random.default_rng(2).standard_normal((3, 1, 50, 2, 4)).astype(np.float32)
+    phi = ops.feature_map(name).apply
+    o, _ = ops.linear_attention(phi(q), phi(k), v, scale=1.0, chunk_size=16)
+    wide = (np.asarray(phi(x), np.float64) for x in (q, k))
+    want = np.einsum("bhij,bjhv->bihv", np.tril(np.einsum("bihf,bjhf->bhij", *wide)), v)
+    np.testing.assert_allclose(o, want, rtol=1e-4, atol=1e-4)
+
+
+def test_unknown_feature_map_is_named():
+    with pytest.raises(UserError, match="feature_map is 'cosine'; choose one of identity, elu1"):
+        ops.feature_map("cosine")
+    with pytest.raises(UserError, match="'dpfp' has nu = 0"):
+        ops.feature_map("dpfp", nu=0)

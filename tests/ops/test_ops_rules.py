@@ -9,19 +9,23 @@ import numpy as np
 import pytest
 
 import ops_oracle as oracle
+import tiny_models
 from fastweights import ops
 
 RULES = {
     "gated_delta_rule": (ops.gated_delta_rule, ("q", "k", "v", "g", "beta")),
+    "kimi_delta_rule": (ops.kimi_delta_rule, ("q", "k", "v", "g", "beta")),
     "delta_rule": (ops.delta_rule, ("q", "k", "v", "beta")),
     "gated_linear_attention": (ops.gated_linear_attention, ("q", "k", "v", "g")),
     "linear_attention": (ops.linear_attention, ("q", "k", "v")),
 }
+# The two within-chunk algorithms, with all their inputs.
+GATED = ("gated_delta_rule", "kimi_delta_rule")
 LENGTHS = (1, 15, 63, 64, 65, 200)
 CASES = pathlib.Path(__file__).parent / "data" / "gdn_op_reference.npz"
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "implementation", "chunk_size"))
+@functools.partial(tiny_models.quick_jit, static_argnames=("rule", "implementation", "chunk_size"))
 def run(x, segment_ids=None, *, rule, implementation="chunked", chunk_size=64):
     """Output, final state and the gradients of everything for the cotangents do and dS."""
     function, names = RULES[rule]
@@ -41,32 +45,32 @@ def run(x, segment_ids=None, *, rule, implementation="chunked", chunk_size=64):
     return {"o": o, "S": S, **{f"d{name}": a for name, a in gradients.items()}}
 
 
-def only(x, rule):
+def make_inputs(rule, seed, **options):
+    x = oracle.random_inputs(seed, channels=rule == "kimi_delta_rule", **options)
     names = (*RULES[rule][1], "initial_state", "do", "dS")
     return {name: x[name] for name in names}
 
 
 def check(x, rule="gated_delta_rule", tolerance=1e-5, **options):
-    x = only(x, rule)
     oracle.assert_close(run(x, rule=rule, **options), oracle.recurrence(x), tolerance)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("rule", RULES)
 def test_chunked_at_every_length(rule, length):
-    check(oracle.random_inputs(length, T=length), rule)
+    check(make_inputs(rule, length, T=length), rule)
 
 
 @pytest.mark.parametrize("length", (1, 65, 200))
 @pytest.mark.parametrize("rule", RULES)
 def test_associative_scan(rule, length):
-    check(oracle.random_inputs(length, T=length), rule, implementation="scan")
+    check(make_inputs(rule, length, T=length), rule, implementation="scan")
 
 
 @pytest.mark.parametrize("length", (1, 65))
 @pytest.mark.parametrize("rule", RULES)
 def test_reference(rule, length):
-    check(oracle.random_inputs(length, T=length), rule, implementation="reference")
+    check(make_inputs(rule, length, T=length), rule, implementation="reference")
 
 
 def strong_decay(x):
@@ -132,32 +136,35 @@ EDGES = (
 
 
 @pytest.mark.parametrize("implementation", ("chunked", "scan"))
+@pytest.mark.parametrize("rule", GATED)
 @pytest.mark.parametrize("edge", EDGES, ids=lambda f: f.__name__)
-def test_edge(edge, implementation):
-    x = oracle.random_inputs(3)
+def test_edge(edge, rule, implementation):
+    x = make_inputs(rule, 3)
     edge(x)
     x = {name: a.astype(np.float32) for name, a in x.items()}
-    check(x, implementation=implementation)
+    check(x, rule, implementation=implementation)
 
 
 @pytest.mark.parametrize(("beta", "tolerance"), ((1.9, 5e-5), (2.0, 2e-4)))
 @pytest.mark.parametrize("implementation", ("chunked", "scan"))
-def test_identical_keys_reflected(implementation, beta, tolerance):
+@pytest.mark.parametrize("rule", GATED)
+def test_identical_keys_reflected(rule, implementation, beta, tolerance):
     """Towards beta = 2 one key's memory flips at every token and hardly fades.
 
     An explicit float32 inverse, entries up to 2, can do no better: rounding each of its 64 x 64
     entries moves a value by about 1e-5, and the state keeps all of it.
     """
-    x = oracle.random_inputs(3)
+    x = make_inputs(rule, 3)
     identical_keys(x)
     x["beta"] = beta * x["beta"]
-    check(x, tolerance=tolerance, implementation=implementation)
+    check(x, rule, tolerance=tolerance, implementation=implementation)
 
 
-def test_huge_decay_has_exactly_no_gradient():
-    x = oracle.random_inputs(3)
+@pytest.mark.parametrize("rule", GATED)
+def test_huge_decay_has_exactly_no_gradient(rule):
+    x = make_inputs(rule, 3)
     one_huge_decay(x)
-    assert np.all(run(x, rule="gated_delta_rule")["dg"][:, 70] == 0)
+    assert np.all(run(x, rule=rule)["dg"][:, 70] == 0)
 
 
 @pytest.mark.parametrize(
@@ -194,15 +201,22 @@ def test_stored_cases(case):
     oracle.assert_close(got, {name: x[name].astype(np.float64) for name in got})
 
 
-@pytest.mark.parametrize("value_heads", (1, 3, 4))
-def test_value_heads_per_key_head(value_heads):
+@pytest.mark.parametrize(
+    ("rule", "value_heads"),
+    [("gated_delta_rule", heads) for heads in (1, 3, 4)] + [("kimi_delta_rule", 3)],
+)
+def test_value_heads_per_key_head(rule, value_heads):
     """Ratio 2 with two key heads is what all other tests run."""
-    check(oracle.random_inputs(5, T=70, B=1, H=1, G=value_heads, K=3, V=4))
+    check(make_inputs(rule, 5, T=70, B=1, H=1, G=value_heads, K=3, V=4), rule)
 
 
-@pytest.mark.parametrize("chunk_size", (16, 32, 128, 256))
-def test_chunk_size_changes_nothing(chunk_size):
-    check(oracle.random_inputs(7), chunk_size=chunk_size)
+@pytest.mark.parametrize(
+    ("rule", "chunk_size"),
+    [("gated_delta_rule", size) for size in (16, 32, 128, 256)]
+    + [("kimi_delta_rule", size) for size in (16, 256)],
+)
+def test_chunk_size_changes_nothing(rule, chunk_size):
+    check(make_inputs(rule, 7), rule, chunk_size=chunk_size)
 
 
 # Chunks of 16 make several groups of chunks of these rows, chunks of 64 a single one.
@@ -225,28 +239,30 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", GATED)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_packed_documents_equal_separate_runs(layout, form):
+def test_packed_documents_equal_separate_runs(layout, rule, form):
     # Slow decay, or a leak from one document into the next would drown in rounding.
-    x = oracle.random_inputs(11, g_mean=-1e-3)
+    x = make_inputs(rule, 11, g_mean=-1e-3)
     ids = np.repeat(np.arange(len(LAYOUTS[layout])) % 2 + 1, LAYOUTS[layout])
     segment_ids = np.broadcast_to(ids, (2, 200)).astype(np.int32)
-    got = run(x, segment_ids, rule="gated_delta_rule", **FORMS[form])
+    got = run(x, segment_ids, rule=rule, **FORMS[form])
     oracle.assert_close(got, oracle.packed(x, LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_packed_documents_in_every_rule(rule):
-    x = only(oracle.random_inputs(12, g_mean=-1e-3), rule)
+    x = make_inputs(rule, 12, g_mean=-1e-3)
     lengths = (40, 1, 90, 69)
     segment_ids = np.broadcast_to(np.repeat((7, 2, 7, 9), lengths), (2, 200)).astype(np.int32)
     oracle.assert_close(run(x, segment_ids, rule=rule), oracle.packed(x, lengths))
 
 
-def test_gate_at_a_document_start_has_exactly_no_gradient():
-    x = oracle.random_inputs(11)
+@pytest.mark.parametrize("rule", GATED)
+def test_gate_at_a_document_start_has_exactly_no_gradient(rule):
+    x = make_inputs(rule, 11)
     segment_ids = np.broadcast_to(np.repeat((1, 2, 3), (30, 34, 136)), (2, 200)).astype(np.int32)
-    dg = run(x, segment_ids, rule="gated_delta_rule")["dg"]
+    dg = run(x, segment_ids, rule=rule)["dg"]
     assert np.all(dg[:, [30, 64]] == 0)
     assert np.all(dg[:, 0] != 0)
 
@@ -268,18 +284,19 @@ def put(compact, padded_BT, fill):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rule", GATED)
 @pytest.mark.parametrize("padding", PADDINGS)
-def test_padding_with_nan_changes_nothing(padding, form):
+def test_padding_with_nan_changes_nothing(padding, rule, form):
     padded_T = PADDINGS[padding]
     real = int(np.sum(~padded_T))
     lengths = (real,) if real == 1 else (real // 3, real - real // 3)
-    x = oracle.random_inputs(13, T=real, g_mean=-1e-2)
+    x = make_inputs(rule, 13, T=real, g_mean=-1e-2)
     ids = np.where(padded_T, 0, 1)
     ids[~padded_T] = np.repeat(np.arange(len(lengths)) + 1, lengths)
     segment_ids = np.broadcast_to(ids, (2, 200)).astype(np.int32)
     states = ("initial_state", "dS")
     full = {n: a if n in states else put(a, padded_T, np.nan) for n, a in x.items()}
-    got = run(full, segment_ids, rule="gated_delta_rule", **FORMS[form])
+    got = run(full, segment_ids, rule=rule, **FORMS[form])
     want = oracle.packed(x, lengths)
     want = {n: a if n in ("S", "dinitial_state") else put(a, padded_T, 0) for n, a in want.items()}
     oracle.assert_close(got, {name: a.astype(np.float64) for name, a in want.items()})
@@ -287,17 +304,50 @@ def test_padding_with_nan_changes_nothing(padding, form):
         assert np.all(np.asarray(got[name])[:, padded_T] == 0), name
 
 
-def test_rows_of_padding_alone_pass_the_state_through():
-    x = oracle.random_inputs(14)
-    got = run(x, np.zeros((2, 200), np.int32), rule="gated_delta_rule")
+@pytest.mark.parametrize("rule", GATED)
+def test_rows_of_padding_alone_pass_the_state_through(rule):
+    x = make_inputs(rule, 14)
+    got = run(x, np.zeros((2, 200), np.int32), rule=rule)
     assert np.array_equal(got["S"], x["initial_state"])
     assert np.array_equal(got["dinitial_state"], x["dS"])
     assert not np.any(got["o"])
 
 
+@pytest.mark.parametrize("implementation", ("chunked", "scan", "reference"))
+def test_without_decay_channels_are_the_delta_rule(implementation):
+    x = make_inputs("kimi_delta_rule", 16)
+    no_decay(x)
+    got = run(x, rule="kimi_delta_rule", implementation=implementation)
+    del x["g"]
+    want = oracle.recurrence(x)
+    oracle.assert_close({name: got[name] for name in want}, want)
+
+
+@pytest.mark.parametrize("implementation", ("chunked", "scan", "reference"))
+def test_equal_channels_are_the_gated_delta_rule(implementation):
+    x = make_inputs("gated_delta_rule", 17)
+    want = oracle.recurrence(x)
+    x["g"] = np.broadcast_to(x["g"][..., None], (*x["g"].shape, 5))
+    got = run(x, rule="kimi_delta_rule", implementation=implementation)
+    got["dg"] = np.sum(got["dg"], axis=-1)
+    oracle.assert_close(got, want)
+
+
+@pytest.mark.parametrize("implementation", ("chunked", "scan", "reference"))
+@pytest.mark.parametrize("rule", GATED)
+def test_without_writes_the_state_only_decays(rule, implementation):
+    x = make_inputs(rule, 18, g_mean=-0.01)
+    no_write(x)
+    got = run(x, rule=rule, implementation=implementation)
+    total = np.sum(x["g"].astype(np.float64), axis=1)
+    factor = np.exp(total if rule == "kimi_delta_rule" else total[..., None])[..., None]
+    np.testing.assert_allclose(got["S"], factor * x["initial_state"], rtol=2e-6)
+    assert not np.any(got["dv"]) and np.all(got["dbeta"] != 0)
+
+
 @pytest.mark.parametrize("implementation", ("chunked", "reference"))
 def test_normalised_linear_attention(implementation):
-    x = only(oracle.random_inputs(15, T=130), "linear_attention")
+    x = make_inputs("linear_attention", 15, T=130)
     x["q"], x["k"] = np.abs(x["q"]), np.abs(x["k"])
     z = np.abs(x["initial_state"][..., 0])
     dz = x["dS"][..., 1]

@@ -88,7 +88,7 @@ def test_plot_draws_each_pattern_once(swept, tmp_path, capsys):
 
 def row(pattern, lr, seed, recall):
     return {
-        "pattern": pattern, "lr": lr, "seed": seed, "recall": recall, "slice": "T16_K3",
+        "run": "r", "pattern": pattern, "lr": lr, "seed": seed, "recall": recall, "slice": "T16_K3",
         "pairs": "3", "length": "16", "attention_share": "0.5", "state_bytes": "8", "chance": "0.3",
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -260,7 +261,11 @@ def test_accuracy_counts_answers_only():
         ({"test": ((64, 17),)}, "17 pairs .* at least 68"),
         ({"test": ((64, 0),)}, "0 pairs; it must have at least 1"),
         ({"vocab_size": 64, "train": ((64, 4, 1),), "test": ((64, 4),)}, "vocab_size is 64"),
+        ({"test": ((64, True),)}, r"entry \(64, True\)"),
         ({"train": ((64, 4, 0),)}, "weight 0"),
+        ({"train": ((64, 4, "x"),)}, "weight 'x'; weights must be finite positive numbers"),
+        ({"train": ((64, 4, math.inf),)}, "weight inf"),
+        ({"train": ((64, 4, math.nan),)}, "weight nan"),
         ({"test": ((64, 4), (64, 4))}, "twice"),
         ({"test_examples": 0}, "test_examples is 0"),
         ({"test_seed": -1}, "test_seed is -1"),

@@ -1,0 +1,38 @@
+"""Recurrent mixers around a chunk's edge: prefill, then decode or one longer continuation."""
+
+import jax
+import numpy as np
+import pytest
+
+import tiny_models
+
+T, D = 67, 12
+SPLITS = np.array([0, 1, 3, 63, 64, 65])
+
+
+@pytest.mark.parametrize("letter", "LDGKN")
+def test_any_split_equals_one_run(letter):
+    """Row by row another split, so that padding stands on the right and then on the left."""
+    with jax.enable_x64(True):
+        mixer = tiny_models.mixer(letter, D, np.float64, np.float64, chunk_size=64)
+        x_TD = np.random.default_rng(0).standard_normal((T, D))
+        full, _ = tiny_models.apply(mixer, x_TD[None])
+        cache = mixer.init_cache(len(SPLITS), T, np.float64)
+        place = np.arange(T)
+        ids = (place < SPLITS[:, None]).astype(np.int32)
+        x = np.where(ids[..., None] != 0, x_TD, 0.0)
+        y, filled = tiny_models.apply(mixer, x, segment_ids_BT=ids, cache=cache)
+        parts = [np.asarray(row)[:split] for row, split in zip(y, SPLITS, strict=True)]
+
+        # The rest in one call, pushed to the right.
+        late = 1 - ids
+        y, _ = tiny_models.apply(
+            mixer, np.where(late[..., None] != 0, x_TD, 0.0), segment_ids_BT=late, cache=filled
+        )
+        for part, row, split in zip(parts, y, SPLITS, strict=True):
+            whole = np.concatenate([part, np.asarray(row)[split:]])
+            np.testing.assert_allclose(whole, full[0], rtol=0, atol=1e-10)
+
+        for i in range(T - SPLITS[-1]):
+            y, filled = tiny_models.apply(mixer, x_TD[SPLITS + i][:, None], cache=filled)
+            np.testing.assert_allclose(y[:, 0], full[0][SPLITS + i], rtol=0, atol=1e-10)

@@ -1,0 +1,108 @@
+"""Collect and plot on damaged input: the cause is named and a broken run hides no other."""
+
+import csv
+import io
+import json
+
+import pytest
+
+import collect
+import plot
+from fastweights import config
+from fastweights.errors import UserError
+from runs import ROOT
+
+RESULT = json.dumps({"step": 4, "rows": [{"slice": "T8_K2", "length": 8, "recall": 0.5}]})
+
+
+def collected(folder, capsys):
+    collect.main([str(folder)])
+    return list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+
+def make_run(folder):
+    (folder / "evals").mkdir(parents=True)
+    (folder / "config.json").write_text(config.to_json(config.load(str(ROOT / "tests/tiny.py"))))
+    (folder / "evals/recall-4.json").write_text(RESULT)
+    (folder / "DONE").write_text("4\n")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("evals/recall-4.json", "", "recall-4.json' is not JSON"),
+        ("evals/recall-4.json", b"\xff\xfe", "recall-4.json' is not JSON"),
+        ("evals/recall-9.json", "{}", "recall-9.json' holds no step and rows"),
+        ("evals/recall-9.json", '{"step": 9, "rows": []}', "recall-9.json' holds no step and rows"),
+        ("evals/recall-x.json", RESULT, "recall-x.json' has no step in its name"),
+        ("config.json", "{", "config.json' is not valid JSON"),
+        ("config.json", "[]", "must be a group of fields"),
+        ("metrics.jsonl", "no record\n", "/b"),
+    ],
+)
+def test_a_broken_run_gets_one_row_with_its_cause_and_hides_no_other(
+    tmp_path, capsys, file, content, told
+):
+    for name in "abc":
+        make_run(tmp_path / name)
+    (tmp_path / "b" / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    whole, broken, other = collected(tmp_path, capsys)
+    assert [row["run"] for row in (whole, broken, other)] == ["a", "b", "c"]
+    assert whole["status"] == other["status"] == "done"
+    assert whole["recall"] == other["recall"] == "0.5"
+    assert broken["status"].startswith("broken: ") and told in broken["status"]
+    assert broken["recall"] == "" and broken["eval"] == "recall"
+
+
+CELLS = {
+    "run": "a", "status": "done", "pattern": "A", "slice": "T16_K3", "pairs": "3", "length": "16",
+    "lr": "0.1", "recall": "0.1", "attention_share": "0.5", "state_bytes": "8", "chance": "0.3",
+}  # fmt: skip
+
+
+def write_table(path, *rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("column", "text"),
+    [("pairs", ""), ("length", "x"), ("recall", "nan"), ("lr", "inf"), ("state_bytes", "many")],
+)
+def test_a_cell_that_is_no_number_is_named_with_its_run(tmp_path, column, text):
+    table = write_table(tmp_path / "table.csv", CELLS | {column: text})
+    with pytest.raises(UserError, match=f"run 'a' has {column} '{text}' .* no finite number"):
+        plot.main([str(table), "--out", str(tmp_path / "x.png")])
+
+
+def test_a_missing_column_is_named(tmp_path):
+    row = {name: text for name, text in CELLS.items() if name not in ("lr", "chance")}
+    table = write_table(tmp_path / "table.csv", row)
+    with pytest.raises(UserError, match="has no column lr, chance"):
+        plot.main([str(table), "--out", str(tmp_path / "x.png")])
+
+
+def test_a_table_that_is_no_text_or_a_folder_is_told(tmp_path):
+    binary = tmp_path / "table.csv"
+    binary.write_bytes(b"\x89PNG\r\n\xff\x00")
+    for path in (binary, tmp_path):
+        with pytest.raises(UserError, match="can't be read as CSV"):
+            plot.main([str(path), "--out", str(tmp_path / "x.png")])
+
+
+def test_the_folder_of_the_plot_is_made_and_a_bad_output_is_told(tmp_path):
+    table = write_table(tmp_path / "table.csv", CELLS)
+    plot.main([str(table), "--out", str(tmp_path / "new/folder/x.png")])
+    assert (tmp_path / "new/folder/x.png").stat().st_size > 10_000
+    for out in (tmp_path / "x.xyz", table / "x.png"):
+        with pytest.raises(UserError, match=r"--out '.*x\.(xyz|png)' can't be written"):
+            plot.main([str(table), "--out", str(out)])
+
+
+def test_equal_scores_whose_mean_rounds_outside_them_are_drawn(tmp_path):
+    table = write_table(tmp_path / "table.csv", CELLS, CELLS, CELLS)
+    plot.main([str(table), "--out", str(tmp_path / "x.png")])
+    assert (tmp_path / "x.png").is_file()
