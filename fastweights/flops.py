@@ -12,6 +12,9 @@ What one token costs in the forward pass (a multiply and an add are 2):
                       the window
   linear attention    4 G K V: one write and one read of the state; the same for Mamba-2
   delta rules         8 G K V: one decay, none or one a channel, one prediction, one write, one read
+  Mamba               6 E N for E channels of N states: decay, write and read
+  S4                  8 D N: rotation and decay of N / 2 complex states, write, read; 20 D N with a
+                      low-rank part
   short convolution   2 a tap and channel
 The backward pass costs twice the forward one. Recurrent mixers are counted in their recurrent form:
 what a chunked form computes on top is overhead and no work. Recomputed activations, norms and
@@ -30,6 +33,7 @@ from fastweights.errors import check
 from fastweights.model import ModelConfig
 
 INT32_BYTES = 4
+STATE_SPACES = frozenset("SM")
 
 # Dense bfloat16 FLOP/s by a part of `jax.Device.device_kind`, from the makers' data sheets; the
 # first match counts. PCIe and NVL cards clock lower than the SXM ones and have no entry.
@@ -67,7 +71,23 @@ class _Mixer:
         return self.matrix + self.other
 
 
+def _state_space(config: ModelConfig, letter: str) -> _Mixer:
+    c: Any = getattr(config.mixers, letter)
+    D, N = config.d_model, c.d_state
+    if letter == "S":
+        # A, B, C and the low-rank part of each channel, its step and its skip.
+        system = D * (N * (4 if c.mode == "dplr" else 3) + 2)
+        return _Mixer(D * D * (2 if c.output_gate else 1), system, 0, 0)
+    E, rank = c.channels(D), c.rank(D)
+    matrix = 3 * D * E + 2 * rank * E + 2 * N * E
+    # A, D and the bias of the step; taps and bias of the convolution.
+    taps = c.conv_size + 1 if c.conv_size else 0
+    return _Mixer(matrix, E * (N + 2 + taps), E, c.conv_size)
+
+
 def _mixer(config: ModelConfig, letter: str) -> _Mixer:
+    if letter in STATE_SPACES:
+        return _state_space(config, letter)
     c: Any = getattr(config.mixers, letter)
     D, qkv = config.d_model, sum(c.qkv_dims.values())
     width = c.num_heads * (c.head_dim if letter in "AW" else c.value_dim)
@@ -120,6 +140,10 @@ def _mean_keys(length: int, window: int | None) -> float:
 def _memory_flops(config: ModelConfig, letter: str, length: int) -> float:
     """Forward FLOPs a token of the memory itself, projections not counted."""
     c: Any = getattr(config.mixers, letter)
+    if letter == "S":
+        return (20 if c.mode == "dplr" else 8) * config.d_model * c.d_state
+    if letter == "M":
+        return 6 * c.channels(config.d_model) * c.d_state
     if letter in "AW":
         return 4 * c.num_heads * c.head_dim * _mean_keys(length, getattr(c, "window", None))
     return (4 if letter in "LN" else 8) * c.num_heads * c.state_key_dim * c.value_dim
@@ -149,13 +173,18 @@ def _layer_bytes(config: ModelConfig, letter: str, slots: int, dtype: str) -> in
     """Bytes of memory of one layer and sequence: state, convolution inputs, keys and values."""
     c: Any = getattr(config.mixers, letter)
     size = jnp.dtype(dtype).itemsize
-    conv = max(c.conv_size - 1, 0) * sum(c.qkv_dims.values()) * size
+    mixer = _mixer(config, letter)
+    conv = max(mixer.conv_size - 1, 0) * mixer.conv_channels * size
+    state_size = jnp.promote_types(config.dtype, jnp.float32).itemsize
+    if letter in STATE_SPACES:
+        channels = c.channels(config.d_model) if letter == "M" else config.d_model
+        return conv + channels * c.d_state * state_size
     if letter in "AW":
         return conv + 2 * slots * c.kv_heads * c.head_dim * size
     state = c.num_heads * c.state_key_dim * c.value_dim
     if letter == "L" and c.normalize:
         state += c.num_heads * c.state_key_dim
-    return conv + state * jnp.promote_types(config.dtype, jnp.float32).itemsize
+    return conv + state * state_size
 
 
 def state_bytes(

@@ -27,6 +27,8 @@ MIXERS = mixers.MixerConfigs(
     N=mixers.Mamba2Config(
         num_heads=4, num_qk_heads=2, head_dim=8, value_head_dim=4, time_step_limit=(0.0, 0.8)
     ),
+    S=mixers.S4Config(d_state=4, chunk_size=16),
+    M=mixers.MambaConfig(d_state=3, expand=2, conv_size=3, dt_rank=2, chunk_size=16),
 )
 
 

@@ -21,7 +21,9 @@ from fastweights.mixers.delta_net import DeltaNet, DeltaNetConfig
 from fastweights.mixers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from fastweights.mixers.kimi_delta_attention import KimiDeltaAttention, KimiDeltaAttentionConfig
 from fastweights.mixers.linear_attention import LinearAttention, LinearAttentionConfig
+from fastweights.mixers.mamba import Mamba, MambaConfig
 from fastweights.mixers.mamba2 import Mamba2, Mamba2Config
+from fastweights.mixers.s4 import S4, S4Config
 
 MIXERS = {
     "A": (Attention, AttentionConfig),
@@ -31,6 +33,8 @@ MIXERS = {
     "G": (GatedDeltaNet, GatedDeltaNetConfig),
     "K": (KimiDeltaAttention, KimiDeltaAttentionConfig),
     "N": (Mamba2, Mamba2Config),
+    "S": (S4, S4Config),
+    "M": (Mamba, MambaConfig),
 }
 
 
@@ -45,10 +49,13 @@ class MixerConfigs:
     G: GatedDeltaNetConfig = dataclasses.field(default_factory=GatedDeltaNetConfig)
     K: KimiDeltaAttentionConfig = dataclasses.field(default_factory=KimiDeltaAttentionConfig)
     N: Mamba2Config = dataclasses.field(default_factory=Mamba2Config)
+    S: S4Config = dataclasses.field(default_factory=S4Config)
+    M: MambaConfig = dataclasses.field(default_factory=MambaConfig)
 
 
 __all__ = [
     "MIXERS",
+    "S4",
     "Attention",
     "AttentionConfig",
     "DeltaNet",
@@ -59,9 +66,12 @@ __all__ = [
     "KimiDeltaAttentionConfig",
     "LinearAttention",
     "LinearAttentionConfig",
+    "Mamba",
     "Mamba2",
     "Mamba2Config",
+    "MambaConfig",
     "MixerConfigs",
+    "S4Config",
     "WindowAttention",
     "WindowAttentionConfig",
 ]

@@ -17,6 +17,7 @@ from fastweights.ops.rules import (
 )
 from fastweights.ops.segments import find_documents
 from fastweights.ops.selective import selective_scan
+from fastweights.ops.structured import state_space
 
 __all__ = [
     "FEATURE_MAPS",
@@ -33,4 +34,5 @@ __all__ = [
     "selective_scan",
     "short_convolution",
     "softmax_attention",
+    "state_space",
 ]

@@ -17,6 +17,9 @@ from fastweights.errors import UserError, check
 MATRICES = frozenset({"kernel", "embedding", "head"})
 OTHERS = frozenset({"scale", "conv_q", "conv_k", "conv_v", "A_log", "dt_bias", "D"})
 OTHERS |= {"conv_bias_q", "conv_bias_k", "conv_bias_v"}
+# The systems of state spaces: a decay would pull their rates, steps and maps off their meaning.
+OTHERS |= {"log_dt", "A_imag", "B_real", "B_imag", "C_real", "C_imag", "P_real", "P_imag"}
+OTHERS |= {"conv_x", "conv_bias_x"}
 # Embedding and head rows are vectors of single tokens; Muon's orthogonalisation is for maps
 # between hidden spaces (https://kellerjordan.github.io/posts/muon/), so these stay with AdamW.
 NOT_FOR_MUON = frozenset({"embedding", "head"})

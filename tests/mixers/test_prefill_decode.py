@@ -10,7 +10,7 @@ T, D = 67, 12
 SPLITS = np.array([0, 1, 3, 63, 64, 65])
 
 
-@pytest.mark.parametrize("letter", "LDGKN")
+@pytest.mark.parametrize("letter", "LDGKNMS")
 def test_any_split_equals_one_run(letter):
     """Row by row another split, so that padding stands on the right and then on the left."""
     with jax.enable_x64(True):

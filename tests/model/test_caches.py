@@ -13,8 +13,8 @@ from fastweights import model
 
 T = 10
 PACKED = np.array([1, 1, 1, 1, 7, 7, 7, 1, 1, 1], np.int32)
-PATTERNS = [(letter, 1) for letter in "AWLDGKN"]
-PATTERNS += [("GA", 2), ("AG", 2), ("GGGA", 4), ("LWD", 5)]
+PATTERNS = [(letter, 1) for letter in "AWLDGKNMS"]
+PATTERNS += [("GA", 2), ("AG", 2), ("GGGA", 4), ("LWD", 5), ("MMSA", 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +94,7 @@ def test_split_equals_full_run(pattern, num_layers):
 
 def test_calls_without_segment_ids():
     """Whole tokens only, one or several at a time: every letter in one model."""
-    run, lm = build("AWLDGKN", 7)
+    run, lm = build("AWLDGKNMS", 9)
     tokens = np.asarray(tiny_models.tokens((2, T)))
     expected, no_cache = run(tokens, None, None)
     assert no_cache is None
@@ -105,7 +105,7 @@ def test_calls_without_segment_ids():
         start += size
 
 
-@pytest.mark.parametrize("letter", "AWLDGKN")
+@pytest.mark.parametrize("letter", "AWLDGKNMS")
 def test_cache_is_fixed_in_size_and_type(letter):
     """A cache goes back in as it came out; only full attention's grows with max_length."""
     run, lm = build(letter, 1)

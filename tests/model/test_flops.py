@@ -19,6 +19,11 @@ CONFIGS = [
         mixers=tiny_models.replace_mixer("L", normalize=False, output_gate=False, conv_size=0),
     ),
     tiny_models.config("KN", 2),
+    tiny_models.config("MS", 5, dtype="bfloat16"),
+    tiny_models.config("M", 1, mixers=tiny_models.replace_mixer("M", conv_size=0, dt_rank=0)),
+    tiny_models.config(
+        "S", 1, mixers=tiny_models.replace_mixer("S", mode="diagonal", output_gate=False)
+    ),
     tiny_models.config("K", 1, mixers=tiny_models.replace_mixer("K", output_gate=False)),
     tiny_models.config("N", 1, mixers=tiny_models.replace_mixer("N", conv_size=0)),
     tiny_models.config("L", 1, mixers=tiny_models.replace_mixer("L", feature_map="taylor")),
@@ -121,6 +126,8 @@ def test_a_short_context_does_not_fill_a_window():
         ("D", 8 * 2 * 8 * 8),
         ("G", 8 * 4 * 8 * 4),
         ("K", 8 * 2 * 8 * 4),
+        ("M", 6 * 32 * 3),
+        ("S", 20 * 16 * 4),
         ("N", 4 * 4 * 8 * 4),
     ],
 )
@@ -131,7 +138,7 @@ def test_flops_are_those_of_matrices_and_memory(letter, memory):
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = path[-1].key
         matrices += leaf.size * (name in ("kernel", "embedding"))
-        conv += leaf.size * (name in ("conv_q", "conv_k", "conv_v"))
+        conv += leaf.size * (name in ("conv_q", "conv_k", "conv_v", "conv_x"))
     expected = 2 * matrices + 2 * conv + memory
     assert flops.forward_flops_per_token(cfg, 5) == pytest.approx(expected)
     assert flops.train_flops_per_token(cfg, 5) == pytest.approx(3 * expected)

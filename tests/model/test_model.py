@@ -10,7 +10,7 @@ import tiny_models
 from fastweights import model
 from fastweights.errors import UserError
 
-ALL = ("AWLDGKN", 9)  # every letter in a scanned group, and a tail
+ALL = ("AWLDGKNMS", 11)  # every letter in a scanned group, and a tail
 
 
 def loss_fn(cfg):
@@ -33,7 +33,7 @@ def run(cfg, params, tokens, segment_ids=None):
 
 def test_fresh_parameters():
     """One init of every letter: tree, loss, distributions, and a gradient for all of it."""
-    cfg = tiny_models.config("AWLDGKN", 7, tie_embeddings=False)
+    cfg = tiny_models.config("AWLDGKNMS", 9, tie_embeddings=False)
     _, shapes, axes = model.abstract_model(cfg)
     params = tiny_models.init(cfg)
     kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, shapes)]
@@ -119,8 +119,8 @@ def test_no_token_sees_a_later_one():
 
 def test_bfloat16_is_finite_and_close_to_float32():
     tokens = tiny_models.tokens((2, 12))
-    wide = tiny_models.config("GWLDKN", 6)
-    narrow = tiny_models.config("GWLDKN", 6, dtype="bfloat16")
+    wide = tiny_models.config("GWLDKNMS", 8)
+    narrow = tiny_models.config("GWLDKNMS", 8, dtype="bfloat16")
     assert model.ModelConfig(8, 8, 1, "G").dtype == "bfloat16"
     params = tiny_models.noisy_params(wide)
     expected, actual = run(wide, params, tokens), run(narrow, params, tokens)

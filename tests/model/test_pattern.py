@@ -36,8 +36,12 @@ def test_attention_share(letters, share):
 @pytest.mark.parametrize(
     ("pattern", "num_layers", "sentence"),
     [
-        ("", 2, r"pattern is empty; .*A, D, G, .*L, .*W"),
-        ("GxA", 2, r"Pattern 'GxA' has the unknown letter 'x'; known letters .*A, D, G, .*L, .*W"),
+        ("", 2, r"pattern is empty; .*A, D, G, .*L, M, .*S, W"),
+        (
+            "GxA",
+            2,
+            r"Pattern 'GxA' has the unknown letter 'x'; known letters .*A, D, G, .*L, M, .*S, W",
+        ),
         ("g", 2, r"unknown letter 'g'"),
         ("G", 0, r"num_layers is 0"),
     ],

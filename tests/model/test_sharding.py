@@ -57,7 +57,7 @@ def test_parameters_are_cut_by_their_logical_axes():
 
 
 def test_every_matrix_is_cut_and_every_small_parameter_is_whole():
-    for letter in "AWLDGKN":
+    for letter in "AWLDGKNMS":
         _, specs = shardings(tiny_models.config(letter, 1), (2, 2, 2))
         for path, spec in jax.tree_util.tree_leaves_with_path(specs):
             is_matrix = path[-1].key in ("kernel", "embedding")
