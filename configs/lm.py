@@ -44,10 +44,13 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.model.pattern = options.pattern
     config.model.dtype = "float32" if tiny else "bfloat16"
     config.model.remat = "none" if tiny else "full"
-    for mixer in config.model.mixers.values():
-        mixer.num_heads = heads
-        mixer.head_dim = width // heads
-    config.model.mixers.A.qk_norm = config.model.mixers.W.qk_norm = True
+    mixers = config.model.mixers
+    for letter in "AWLDGK":
+        mixers[letter].num_heads = heads
+        mixers[letter].head_dim = width // heads
+    mixers.A.qk_norm = mixers.W.qk_norm = True
+    # Mamba-2 as published: twice the model width inside, in heads of 64.
+    mixers.N.value_head_dim, mixers.N.num_heads = 64, 2 * width // 64
 
     config.optim.lr = lr
     config.optim.warmup_steps = config.steps // 20

@@ -150,18 +150,20 @@ def draw(points: list[dict[str, Any]], out: pathlib.Path) -> None:
 
 
 def draw_panel(axes: Axes, points: list[dict[str, Any]], key: str, label: str) -> None:
-    for point in points:
+    for i, point in enumerate(points):
         # The mean of equal scores can round to just outside them; a bar has no negative length.
         below, above = point["recall"] - point["low"], point["high"] - point["recall"]
         spread = [[max(below, 0.0)], [max(above, 0.0)]]
         axes.errorbar(point[key], point["recall"], yerr=spread, fmt="o", capsize=3)
+        # Points may coincide: every second label stands below.
+        place = (6, 4 if i % 2 else -12)
         axes.annotate(
-            point["pattern"], (point[key], point["recall"]), (6, 4), textcoords="offset points"
+            point["pattern"], (point[key], point["recall"]), place, textcoords="offset points"
         )
     axes.axhline(points[0]["chance"], color="grey", linestyle=":", label="chance")
     axes.set_xlabel(label)
     axes.set_ylim(0, 1.05)
-    axes.legend(loc="lower right")
+    axes.legend(loc="center right")
     axes.grid(alpha=0.3)
 
 
