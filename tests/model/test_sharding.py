@@ -121,14 +121,15 @@ def test_constrain():
     assert sharding.replicated(mesh).is_fully_replicated
 
 
-def test_eight_devices_compute_what_one_does():
+@pytest.mark.parametrize(("pattern", "meshes"), [("GA", MESHES), ("MS", [(2, 2, 2)])])
+def test_eight_devices_compute_what_one_does(pattern, meshes):
     """Loss and every gradient, in float64: only then is any difference one of method.
 
-    Packed rows, with a recurrent and an attention layer in a scanned group.
+    Packed rows, with two layers in a scanned group.
     """
     with jax.enable_x64(True):
         mixers = tiny_models.replace_mixer("G", num_heads=2, head_dim=4, conv_size=2)
-        cfg = tiny_models.config("GA", 2, dtype="float64", param_dtype="float64", mixers=mixers)
+        cfg = tiny_models.config(pattern, 2, dtype="float64", param_dtype="float64", mixers=mixers)
         graphdef, shapes, axes = model.abstract_model(cfg)
         params = tiny_models.noisy_params(cfg)
         tokens = np.asarray(tiny_models.tokens((8, 9)))
@@ -140,7 +141,7 @@ def test_eight_devices_compute_what_one_does():
             return -jnp.mean(jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1))
 
         expected = tiny_models.quick_jit(jax.value_and_grad(loss))(params, tokens, ids)
-        for sizes in MESHES:
+        for sizes in meshes:
             mesh = sharding.make_mesh(MeshConfig(*sizes))
             where = sharding.param_shardings(axes, shapes, mesh)
             rows = sharding.batch_sharding(mesh)

@@ -139,3 +139,15 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_the_gradients():
     assert int(after["skipped"]) == 1 and int(after["step"]) == 1
     for part in ("params", "opt"):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(after[part]), before[part])
+
+
+def test_state_spaces_learn_a_batch_beside_attention():
+    model = ("model.pattern=MSA", "model.num_layers=3", "model.mlp=none")
+    config = tiny(*model, "model.mixers.S.d_state=4", "optim.warmup_steps=0", "optim.lr=0.01")
+    compiled, state, mesh = setup(config)
+    batch = train_dataset(config.data, seed=config.seed, rows=config.batch_size)[0]
+    losses = []
+    for _ in range(8):
+        state, metrics = compiled(state, place_batch(batch, mesh))
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < 0.7 * losses[0], losses
