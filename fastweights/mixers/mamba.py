@@ -110,12 +110,15 @@ class Mamba(nnx.Module):
     ) -> tuple[jax.Array, dict[str, Any] | None]:
         """Mixes a batch; arguments and results as in `RecurrentMixer`."""
         del positions_BT
-        inputs, conv = self.inputs(x_BTD, segment_ids_BT, None if cache is None else cache["conv"])
+        # The projection is kept for the backward pass, the convolution's shifted copies are not.
+        project = jax.checkpoint(
+            self.inputs.__call__, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        )
+        inputs, conv = project(x_BTD, segment_ids_BT, None if cache is None else cache["conv"])
         u_BTE = inputs["x"]
-        step_BTE = self.dt_up(self.dt_down(u_BTE), accumulate=True) + self.dt_bias[...][None, None]
         y_BTE, state = ops.selective_scan(
             u_BTE,
-            jax.nn.softplus(step_BTE),
+            jax.checkpoint(self._step)(self.dt_down(u_BTE)),
             -jnp.exp(self.A_log[...]),
             self.B(u_BTE),
             self.C(u_BTE),
@@ -126,8 +129,17 @@ class Mamba(nnx.Module):
             implementation=self.config.implementation,
         )
         gate_BTE = checkpoint_name(self.gate(x_BTD), "mixer_qkv")
-        y_BTD = self.out(y_BTE * jax.nn.silu(gate_BTE))
+        y_BTD = jax.checkpoint(self._read_out)(y_BTE, gate_BTE)
         return y_BTD, None if cache is None else {"state": state, "conv": conv}
+
+    # Cheap to compute again, and E channels wide: not kept for the backward pass.
+
+    def _step(self, low_BTR: jax.Array) -> jax.Array:
+        step_BTE = self.dt_up(low_BTR, accumulate=True) + self.dt_bias[...][None, None]
+        return jax.nn.softplus(step_BTE)
+
+    def _read_out(self, y_BTE: jax.Array, gate_BTE: jax.Array) -> jax.Array:
+        return self.out(y_BTE * jax.nn.silu(gate_BTE))
 
     def init_cache(self, batch: int, max_length: int, dtype) -> dict[str, Any]:
         """The empty state [B, E, N], in float32 or wider, and the convolution's last inputs.

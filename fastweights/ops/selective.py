@@ -74,30 +74,29 @@ def selective_scan(
     if length == 0:
         return x_BTD, h_BDN
 
-    tokens, valid_BT = _Tokens(x_BTD, dt_BTD, B_BTN, C_BTN, None), None
+    tokens, valid_BT = _Tokens(x_BTD, dt_BTD, B_BTN, C_BTN, None, None), None
     if segment_ids is not None:
         document_BT, valid_BT = segments.find_documents(segment_ids)
-        # With dt = 0 a token neither decays nor writes.
-        tokens = jax.tree.map(lambda a: segments.select_real(a, valid_BT), tokens)
         tokens = tokens._replace(begins=jnp.diff(document_BT, axis=1, prepend=0) > 0)
-    skip_BTD = tokens.x
-    tokens = jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), tokens)
+        tokens = tokens._replace(valid=valid_BT)
     A_DN = A_DN.astype(acc)
     if length == 1:
         # A single token never leaves the document that the state belongs to.
-        h_BDN, y_BD = _step(A_DN, h_BDN, jax.tree.map(lambda a: a[0], tokens._replace(begins=None)))
+        tokens = _by_time(tokens._replace(begins=None))
+        h_BDN, y_BD = _step(A_DN, h_BDN, jax.tree.map(lambda a: a[0], tokens))
         y_TBD = y_BD[None]
     elif implementation == "reference":
-        h_BDN, y_TBD = jax.lax.scan(functools.partial(_step, A_DN), h_BDN, tokens)
+        h_BDN, y_TBD = jax.lax.scan(functools.partial(_step, A_DN), h_BDN, _by_time(tokens))
     elif implementation == "scan":
-        y_TBD, h_TBDN = _chunk(_associative, A_DN, h_BDN, tokens)[:2]
+        y_TBD, h_TBDN = _chunk(_associative, A_DN, h_BDN, _by_time(tokens))[:2]
         h_BDN = h_TBDN[-1]
     else:
         solver = _by_platform if implementation == "auto" else _associative
         y_TBD, h_BDN = _in_chunks(solver, chunk_size, A_DN, h_BDN, tokens)
     y_BTD = jnp.moveaxis(y_TBD, 0, 1)
     if D is not None:
-        y_BTD = y_BTD + D.astype(acc)[None, None] * skip_BTD.astype(acc)
+        # Selected anew in the backward pass, where NaN at padding would meet D's gradient.
+        y_BTD = y_BTD + jax.checkpoint(_skip)(D.astype(acc), x_BTD, valid_BT)
     if valid_BT is not None:
         # Zero already: this select is for the cotangent, which may hold anything at padding.
         y_BTD = segments.select_real(y_BTD, valid_BT)
@@ -105,13 +104,30 @@ def selective_scan(
 
 
 class _Tokens(NamedTuple):
-    """What tokens bring, any leading axes and then D or N; `begins` says where documents begin."""
+    """What tokens bring: any leading axes and then D or N, which the last two, bool, do not have.
+
+    `begins` is True where documents begin (None: nowhere), `valid` at real tokens (None: all).
+    """
 
     x: jax.Array
     dt: jax.Array
     B: jax.Array
     C: jax.Array
     begins: jax.Array | None
+    valid: jax.Array | None
+
+
+def _by_time(tokens: _Tokens) -> _Tokens:
+    """[B, T, ...] to [T, B, ...], with zeros at padding: dt = 0 neither decays nor writes."""
+    if tokens.valid is not None:
+        x, dt, B, C = (segments.select_real(a, tokens.valid) for a in tokens[:4])
+        tokens = _Tokens(x, dt, B, C, tokens.begins, tokens.valid)
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 1, 0), tokens)
+
+
+def _skip(D, x_BTD, valid_BT):
+    x_BTD = x_BTD if valid_BT is None else segments.select_real(x_BTD, valid_BT)
+    return D[None, None] * x_BTD.astype(D.dtype)
 
 
 def _factors(A_DN, tokens: _Tokens):
@@ -174,37 +190,45 @@ def _chunk(solver: Solver, A_DN, h_BDN, tokens: _Tokens):
 
 def _in_chunks(solver: Solver, chunk_size: int, A_DN, h_BDN, tokens: _Tokens):
     """Outputs [T, B, D] and final state, chunk after chunk."""
-    length = tokens.x.shape[0]
+    batch, length, channels = tokens.x.shape
     # A chunk longer than the row would only hold padding.
     size = min(chunk_size, max(16, 1 << (length - 1).bit_length()))
-    count = -(-length // size)
+    extra = -length % size
+    if extra:
+        tokens = jax.tree.map(
+            lambda a: jnp.pad(a, ((0, 0), (0, extra)) + ((0, 0),) * (a.ndim - 2)), tokens
+        )
+    y_MCBD, h_BDN = _core(solver, size, A_DN, h_BDN, tokens)
+    return y_MCBD.reshape(-1, batch, channels)[:length], h_BDN
 
-    def cut(a):
-        a = jnp.pad(a, ((0, count * size - length),) + ((0, 0),) * (a.ndim - 1))
-        return a.reshape(count, size, *a.shape[1:])
 
-    y_MCBD, h_BDN = _core(solver, A_DN, h_BDN, jax.tree.map(cut, tokens))
-    return y_MCBD.reshape(count * size, *y_MCBD.shape[2:])[:length], h_BDN
+def _cut(tokens: _Tokens, n, size: int) -> _Tokens:
+    """Chunk n by time. Cut where it is used: chunks laid out beforehand would copy every input."""
+    return _by_time(
+        jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, n * size, size, 1), tokens)
+    )
 
 
-def _core_forward(solver: Solver, A_DN, h_BDN, tokens):
-    def body(h_BDN, tokens):
-        y_CBD, h_CBDN, _ = _chunk(solver, A_DN, h_BDN, tokens)
+def _core_forward(solver: Solver, size: int, A_DN, h_BDN, tokens: _Tokens):
+    def body(h_BDN, n):
+        y_CBD, h_CBDN, _ = _chunk(solver, A_DN, h_BDN, _cut(tokens, n, size))
         return h_CBDN[-1], (y_CBD, h_BDN)
 
-    h_BDN, (y_MCBD, h_MBDN) = jax.lax.scan(body, h_BDN, tokens)
+    count = tokens.x.shape[1] // size
+    h_BDN, (y_MCBD, h_MBDN) = jax.lax.scan(body, h_BDN, jnp.arange(count))
     return (y_MCBD, h_BDN), (A_DN, h_MBDN, tokens)
 
 
-def _core_backward(solver: Solver, residuals, cotangents):
+def _core_backward(solver: Solver, size: int, residuals, cotangents):
     """The adjoint recurrence dh_t = C_t dy_t + decay_(t+1) dh_(t+1), from the last chunk back."""
-    A_DN, h_MBDN, tokens = residuals
+    A_DN, h_MBDN, whole = residuals
     dy_MCBD, dh_BDN = cotangents
     acc = A_DN.dtype
 
     def body(carry, chunk):
         dh_BDN, dA_DN = carry
-        h_BDN, tokens, dy_CBD = chunk
+        n, h_BDN, dy_CBD = chunk
+        tokens = _cut(whole, n, size)
         _, h_CBDN, decay_CBDN = _chunk(solver, A_DN, h_BDN, tokens)
         x_CBD, dt_CBD = tokens.x.astype(acc), tokens.dt.astype(acc)
         B_CBN, C_CBN = tokens.B.astype(acc), tokens.C.astype(acc)
@@ -216,24 +240,25 @@ def _core_backward(solver: Solver, residuals, cotangents):
         dlog_CBDN = dh_CBDN * decay_CBDN * before_CBDN
         dwrite_CBD = jnp.sum(dh_CBDN * B_CBN[:, :, None, :], axis=-1)
         dA_DN = dA_DN + jnp.sum(dlog_CBDN * dt_CBD[..., None], axis=(0, 1))
-        gradients = _Tokens(
-            x=dwrite_CBD * dt_CBD,
-            dt=jnp.sum(dlog_CBDN * A_DN[None, None], axis=-1) + dwrite_CBD * x_CBD,
-            B=jnp.sum(dh_CBDN * (dt_CBD * x_CBD)[..., None], axis=2),
-            C=jnp.sum(h_CBDN * dy_CBD[..., None], axis=2),
-            begins=None,
+        gradients = (
+            dwrite_CBD * dt_CBD,
+            jnp.sum(dlog_CBDN * A_DN[None, None], axis=-1) + dwrite_CBD * x_CBD,
+            jnp.sum(dh_CBDN * (dt_CBD * x_CBD)[..., None], axis=2),
+            jnp.sum(h_CBDN * dy_CBD[..., None], axis=2),
         )
-        kinds = tokens._replace(begins=None)
-        gradients = jax.tree.map(lambda g, a: g.astype(a.dtype), gradients, kinds)
+        if tokens.valid is not None:
+            gradients = tuple(segments.select_real(g, tokens.valid) for g in gradients)
+        gradients = tuple(g.astype(a.dtype) for g, a in zip(gradients, tokens[:4], strict=True))
         return (decay_CBDN[0] * dh_CBDN[0], dA_DN), gradients
 
-    (dh_BDN, dA_DN), dtokens = jax.lax.scan(
-        body, (dh_BDN, jnp.zeros_like(A_DN)), (h_MBDN, tokens, dy_MCBD), reverse=True
-    )
-    return dA_DN, dh_BDN, dtokens
+    chunks = (jnp.arange(h_MBDN.shape[0]), h_MBDN, dy_MCBD)
+    start = (dh_BDN, jnp.zeros_like(A_DN))
+    (dh_BDN, dA_DN), gradients = jax.lax.scan(body, start, chunks, reverse=True)
+    dx, ddt, dB, dC = (jnp.moveaxis(g.reshape(-1, *g.shape[2:]), 0, 1) for g in gradients)
+    return dA_DN, dh_BDN, _Tokens(dx, ddt, dB, dC, None, None)
 
 
-_core = jax.custom_vjp(lambda *args: _core_forward(*args)[0], nondiff_argnums=(0,))
+_core = jax.custom_vjp(lambda *args: _core_forward(*args)[0], nondiff_argnums=(0, 1))
 _core.defvjp(_core_forward, _core_backward)
 
 
