@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fastweights.errors import check
 from fastweights.ops import segments
+from fastweights.ops.checks import check_segments
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
@@ -55,7 +56,8 @@ def softmax_attention(
       o_BTHV in v's dtype.
 
     Raises:
-      UserError: on shapes that do not fit, window < 1, or an unknown implementation.
+      UserError: on shapes that do not fit, segment ids that are negative or no integers,
+        window < 1, or an unknown implementation.
     """
     _check_inputs(
         q_BTHK, k_BSJK, v_BSJV, window, segment_ids, kv_segment_ids, q_positions, kv_positions
@@ -179,9 +181,9 @@ def _check_inputs(q, k, v, window, segment_ids, kv_segment_ids, q_positions, kv_
         segment_ids is None or kv_segment_ids is not None or slots == length,
         f"{name}: with {length} queries and {slots} keys, segment_ids need kv_segment_ids beside",
     )
+    check_segments(name, segment_ids, (batch, length))
+    check_segments(name, kv_segment_ids, (batch, slots), "kv_segment_ids", "[B, S]")
     for label, x, shape in (
-        ("segment_ids", segment_ids, (batch, length)),
-        ("kv_segment_ids", kv_segment_ids, (batch, slots)),
         ("q_positions", q_positions, (batch, length)),
         ("kv_positions", kv_positions, (batch, slots)),
     ):

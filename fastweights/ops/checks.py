@@ -1,10 +1,21 @@
-"""Shape checks of the recurrent rules, at trace time, so that a mistake reads as one sentence.
+"""Checks of the rules' inputs, so that a mistake reads as one sentence.
+
+Shapes and dtypes are checked at trace time. Values are checked where somebody asks for it:
+
+    error, out = checkify.checkify(f)(...)      # jax.experimental.checkify; f may be jitted
+    error.throw()
+
+names the first rule in f whose gate, write strength or segment ids leave their range. Without
+`checkify` these checks are dropped when the program is compiled and cost nothing.
 
 Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value dim.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import checkify
 
 from fastweights.errors import UserError, check
 
@@ -72,12 +83,7 @@ def check_options(
     implementations: tuple[str, ...] = IMPLEMENTATIONS,
 ) -> None:
     """The part of `check_rule` that does not depend on the inputs; `rows` is (B, T)."""
-    if segment_ids is not None:
-        check(
-            segment_ids.shape == rows and jnp.issubdtype(segment_ids.dtype, jnp.integer),
-            f"{name}: segment_ids must be integers [B, T] = {rows}, "
-            f"got {segment_ids.dtype} of shape {segment_ids.shape}",
-        )
+    check_segments(name, segment_ids, rows)
     check(
         chunk_size in CHUNK_SIZES,
         f"{name}: chunk_size must be one of {', '.join(map(str, CHUNK_SIZES))}, got {chunk_size}",
@@ -93,7 +99,52 @@ def check_state(name: str, label: str, state: jax.Array | None, shape: tuple[int
     """Raises UserError unless an initial state is absent or has the given shape."""
     check(
         state is None or state.shape == shape,
-        f"{name}: {label} must have shape {shape}, got {None if state is None else state.shape}",
+        f"{name}: {label} must have shape {shape}, one state a row (not a document), "
+        f"got {None if state is None else state.shape}",
+    )
+
+
+def check_segments(
+    name: str,
+    ids: jax.Array | np.ndarray | None,
+    rows: tuple[int, ...],
+    label: str = "segment_ids",
+    axes: str = "[B, T]",
+) -> None:
+    """Raises UserError unless ids are absent or non-negative integers of the given shape.
+
+    The sign of traced ids is only seen under `checkify`.
+    """
+    if ids is None:
+        return
+    check(
+        ids.shape == rows and jnp.issubdtype(ids.dtype, jnp.integer),
+        f"{name}: {label} must be integers {axes} = {rows}, got {ids.dtype} of shape {ids.shape}",
+    )
+    expected = f"{name}: {label} must not be negative (0 is padding, documents are above)"
+    traced = isinstance(ids, Tracer)
+    if ids.size and not traced and getattr(ids, "is_fully_addressable", True):
+        least = int(np.min(np.asarray(ids)))
+        check(least >= 0, f"{expected}, got {least}")
+    check_range(expected, jnp.asarray(ids), low=0)
+
+
+def check_range(
+    expected: str, x: jax.Array | None, *, low: float = -np.inf, high: float = np.inf
+) -> None:
+    """Under `checkify`, an error unless all of x lies in [low, high]; NaN does not.
+
+    `expected` is the sentence up to the values seen. Otherwise nothing happens.
+    """
+    if x is None or not x.size:
+        return
+    x = jax.lax.stop_gradient(x)
+    least, greatest = jnp.min(x), jnp.max(x)
+    checkify.debug_check(
+        (least >= low) & (greatest <= high),
+        expected + ", got values from {least} to {greatest}",
+        least=least,
+        greatest=greatest,
     )
 
 

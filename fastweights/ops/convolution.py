@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from fastweights.errors import check
 from fastweights.ops import segments
+from fastweights.ops.checks import check_segments
 
 
 def short_convolution(
@@ -40,7 +41,8 @@ def short_convolution(
       document).
 
     Raises:
-      UserError: on shapes that do not fit or an unknown activation.
+      UserError: on shapes that do not fit, segment_ids that are negative or no integers, or an
+        unknown activation.
     """
     _check_inputs(x_BTD, w_WD, bias_D, cache, segment_ids, activation)
     batch, length, channels = x_BTD.shape
@@ -126,11 +128,7 @@ def _check_inputs(x_BTD, w_WD, bias_D, cache, segment_ids, activation) -> None:
         f"{name}: cache must be [B, W - 1, D] = {(batch, reach, channels)}, "
         f"got {None if cache is None else cache.shape}",
     )
-    check(
-        segment_ids is None or segment_ids.shape == (batch, length),
-        f"{name}: segment_ids must be [B, T] = {(batch, length)}, "
-        f"got {None if segment_ids is None else segment_ids.shape}",
-    )
+    check_segments(name, segment_ids, (batch, length))
     check(
         activation in (None, "silu"),
         f"{name}: activation must be 'silu' or None, got {activation!r}",

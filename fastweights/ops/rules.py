@@ -43,7 +43,7 @@ def gated_delta_rule(
       k_BTHK: keys; stable for unit keys and beta in [0, 2].
       v_BTGV: values.
       g_BTG: log decay, <= 0 (natural logarithm of the factor on the state).
-      beta_BTG: write strength.
+      beta_BTG: write strength, in [0, 2].
       scale: factor on the output, K**-0.5 by default.
       initial_state: [B, G, K, V], zeros by default. It belongs to the row's first document.
       segment_ids: int [B, T], the documents of a packed row. 0 = padding, which neither writes,
@@ -60,7 +60,8 @@ def gated_delta_rule(
       arithmetic are in float32, or wider where the inputs are.
 
     Raises:
-      UserError: on shapes or dtypes that do not fit, chunk_size or implementation.
+      UserError: on shapes or dtypes that do not fit, negative segment_ids, chunk_size or
+        implementation. Traced values are checked under `checkify`; see `ops/checks.py`.
     """
     return _run(
         "gated_delta_rule",
@@ -248,6 +249,8 @@ def _run(
     if segment_ids is not None:
         document_BT, valid_BT = segments.find_documents(segment_ids)
         inputs = jax.tree.map(lambda x: segments.select_real(x, valid_BT), inputs)
+    checks.check_range(f"{name}: g is a log decay and must not be positive", inputs[3], high=0)
+    checks.check_range(f"{name}: beta must lie in [0, 2]", inputs[4], low=0, high=2)
     if implementation == "reference" or (implementation == "auto" and length == 1):
         o_BTGV, state = reference.core(*inputs, state, document_BT, scale=factor)
     else:

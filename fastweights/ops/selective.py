@@ -60,7 +60,7 @@ def selective_scan(
       arithmetic are in float32, or wider where the inputs are.
 
     Raises:
-      UserError: on shapes or dtypes that do not fit, chunk_size or implementation.
+      UserError: as `gated_delta_rule`.
     """
     _check_inputs(x_BTD, dt_BTD, A_DN, B_BTN, C_BTN, D, segment_ids)
     checks.check_options("selective_scan", segment_ids, x_BTD.shape[:2], chunk_size, implementation)
@@ -79,6 +79,9 @@ def selective_scan(
         document_BT, valid_BT = segments.find_documents(segment_ids)
         tokens = tokens._replace(begins=jnp.diff(document_BT, axis=1, prepend=0) > 0)
         tokens = tokens._replace(valid=valid_BT)
+    dt_real_BTD = dt_BTD if valid_BT is None else segments.select_real(dt_BTD, valid_BT)
+    checks.check_range("selective_scan: dt must not be negative", dt_real_BTD, low=0)
+    checks.check_range("selective_scan: A must not be positive", A_DN, high=0)
     A_DN = A_DN.astype(acc)
     if length == 1:
         # A single token never leaves the document that the state belongs to.

@@ -80,7 +80,7 @@ def state_space(
       all arithmetic are in float32, or wider where the inputs are.
 
     Raises:
-      UserError: on shapes, dtypes or options that do not fit.
+      UserError: on shapes, dtypes or options that do not fit, and as `gated_delta_rule`.
     """
     _check_inputs(x_BTD, dt_D, A_DP, B_DP, C_DP, P, D, discretization)
     (batch, length, channels), pairs = x_BTD.shape, A_DP.shape[1]
@@ -103,6 +103,8 @@ def state_space(
     pair_type = jnp.result_type(acc, jnp.complex64)
     A_DP, B_DP, C_DP = (a.astype(pair_type) for a in (A_DP, B_DP, C_DP))
     P = None if P is None else P.astype(pair_type)
+    checks.check_range(f"{name}: dt must not be negative", dt_D, low=0)
+    checks.check_range(f"{name}: A's real part must not be positive", A_DP.real, high=0)
     system = _System(dt_D.astype(acc), A_DP, B_DP, C_DP, P, discretization)
 
     u_BTD, document_BT, valid_BT = x_BTD, None, None
