@@ -15,14 +15,14 @@ from collections.abc import Callable
 import grain
 import numpy as np
 
+from fastweights import tasks
 from fastweights.data.corpus import Corpus, corpus_in_memory, open_corpus
 from fastweights.data.packing import to_batch
 from fastweights.data.source import builtin_documents
 from fastweights.data.tokenizer import BYTES
 from fastweights.errors import UserError, check
-from fastweights.tasks import TASKS, Batch
+from fastweights.tasks import TASKS, Batch, MQARConfig, ParityConfig, S3Config, TaskConfig
 from fastweights.tasks.base import IGNORE, stream
-from fastweights.tasks.mqar import MQARConfig
 
 TEXT = "text"
 HELD_OUT = "held_out"
@@ -67,10 +67,10 @@ class DataConfig:
     """What to train and evaluate on.
 
     Attributes:
-      kind: "text" or the name of a recall task.
+      kind: "text" or the name of a task.
       length: tokens of a row.
       text: options for kind "text".
-      mqar: options for kind "mqar".
+      mqar, parity, s3: options for the kinds of these names.
 
     Raises:
       UserError: for an unknown kind or a length that holds no training example.
@@ -80,6 +80,8 @@ class DataConfig:
     length: int = 256
     text: TextConfig = dataclasses.field(default_factory=TextConfig)
     mqar: MQARConfig = dataclasses.field(default_factory=MQARConfig)
+    parity: ParityConfig = dataclasses.field(default_factory=ParityConfig)
+    s3: S3Config = dataclasses.field(default_factory=S3Config)
 
     def __post_init__(self):
         kinds = (TEXT, *TASKS)
@@ -89,11 +91,11 @@ class DataConfig:
         )
         check(self.length >= 1, f"data.length is {self.length}; it must be at least 1 token.")
         if self.kind != TEXT:
-            TASKS[self.kind].check_fits(self.task, self.length)
+            tasks.check_fits(self.task, self.length)
 
     @property
-    def task(self) -> MQARConfig:
-        """The config of the recall task that `kind` names."""
+    def task(self) -> TaskConfig:
+        """The config of the task that `kind` names."""
         return getattr(self, self.kind)
 
 
@@ -156,10 +158,8 @@ def train_dataset(
         order = grain.MapDataset.range(len(corpus.rows["train"])).seed(seed).shuffle().repeat()
         return order.batch(rows).map(lambda indices: _read(corpus, "train", indices[mine]))
 
-    task = TASKS[config.kind]
-
     def make(index: int) -> Batch:
-        batch = task.train_batch(
+        batch = tasks.train_batch(
             config.task, seed=seed, index=index, rows=rows, length=config.length
         )
         return {name: values[mine] for name, values in batch.items()}
@@ -170,9 +170,9 @@ def train_dataset(
 def eval_datasets(
     config: DataConfig, *, rows: int, process_index: int = 0, process_count: int = 1
 ) -> dict[str, grain.MapDataset[Batch]]:
-    """Evaluation batches by name: "held_out" for text, the slices' names for a recall task.
+    """Evaluation batches by name: "held_out" for text, the slices' names for a task.
 
-    Rows of a slice longer than `config.length` have the slice's length. Recall examples are made
+    Rows of a slice longer than `config.length` have the slice's length. A task's examples are made
     when first asked for.
     """
     mine = _own_rows(rows, process_index, process_count)
@@ -185,12 +185,11 @@ def eval_datasets(
 
         return {HELD_OUT: grain.MapDataset.range(0, count, rows).map(read)}
 
-    task = TASKS[config.kind]
     datasets = {}
-    for part in task.eval_slices(config.task):
+    for part in tasks.eval_slices(config.task):
         per_row = max(config.length, part.length) // part.length
         count = -(-config.task.test_examples // per_row)
-        make = functools.cache(functools.partial(task.eval_rows, config.task, part, config.length))
+        make = functools.cache(functools.partial(tasks.eval_rows, config.task, part, config.length))
         cut = functools.partial(_cut, make, rows=rows, mine=mine)
         datasets[part.name] = grain.MapDataset.range(0, count, rows).map(cut)
     return datasets

@@ -14,7 +14,7 @@ from fastweights.evals.forward import Context
 from fastweights.evals.perplexity import position_sums
 from fastweights.evals.recall import score_slices
 from fastweights.evals.result import Result
-from fastweights.tasks import TASKS, Slice
+from fastweights.tasks import Slice, eval_slices
 
 FACTORS = (1, 2, 4)
 
@@ -63,7 +63,7 @@ def check_fits(data: DataConfig) -> None:
 
 
 def _slices(data: DataConfig) -> list[Slice]:
-    slices = TASKS[data.kind].eval_slices(data.task)
+    slices = eval_slices(data.task)
     return [part for part in slices if part.length > data.length]
 
 

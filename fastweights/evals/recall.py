@@ -8,7 +8,7 @@ from fastweights.data import DataConfig, eval_datasets
 from fastweights.errors import check
 from fastweights.evals.forward import Context
 from fastweights.evals.result import Result
-from fastweights.tasks import TASKS, Slice
+from fastweights.tasks import TASKS, Slice, eval_slices
 
 
 def evaluate(context: Context, params: Any) -> Result:
@@ -35,7 +35,7 @@ def check_fits(data: DataConfig) -> None:
 
 
 def _slices(data: DataConfig) -> list[Slice]:
-    slices = TASKS[data.kind].eval_slices(data.task)
+    slices = eval_slices(data.task)
     return [part for part in slices if part.length <= data.length]
 
 

@@ -1,16 +1,37 @@
-"""Recall tasks: synthetic data as pure functions of (seed, index), scored by slice.
+"""Recall and state tracking: synthetic data as pure functions of (seed, index), scored by slice.
 
-A task is a module in `TASKS` with four functions; its config has a `vocab_size`.
-
-    train_batch(config, *, seed, index, rows, length) -> Batch
-    eval_slices(config) -> tuple[Slice, ...]
-    eval_rows(config, part, length) -> Batch      the whole, fixed test set of one slice
-    check_fits(config, length)                    UserError if a row cannot hold a training example
+A task is a config class, a `TaskConfig` that says what an example is; `train_batch`, `eval_slices`,
+`eval_rows` and `check_fits` serve them all.
 """
 
-from fastweights.tasks import mqar
-from fastweights.tasks.base import Batch, Slice, accuracy, chance
+from fastweights.tasks.base import (
+    Batch,
+    Slice,
+    TaskConfig,
+    accuracy,
+    check_fits,
+    eval_rows,
+    eval_slices,
+    slice_batch,
+    train_batch,
+)
+from fastweights.tasks.mqar import MQARConfig
+from fastweights.tasks.state_tracking import ParityConfig, S3Config
 
-TASKS = {"mqar": mqar}
+TASKS = {config.NAME: config for config in (MQARConfig, ParityConfig, S3Config)}
 
-__all__ = ["TASKS", "Batch", "Slice", "accuracy", "chance"]
+__all__ = [
+    "TASKS",
+    "Batch",
+    "MQARConfig",
+    "ParityConfig",
+    "S3Config",
+    "Slice",
+    "TaskConfig",
+    "accuracy",
+    "check_fits",
+    "eval_rows",
+    "eval_slices",
+    "slice_batch",
+    "train_batch",
+]

@@ -1,9 +1,11 @@
-"""What every recall task shares: slices, random streams, rows of packed examples, accuracy.
+"""What every task shares: options, slices, random streams, rows of packed examples, accuracy.
 
 Array legend: N examples, T tokens of one example, R rows, L tokens of a row.
 """
 
 import dataclasses
+import math
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,28 +28,174 @@ EVAL_STREAM = 2
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """One cell of an evaluation: examples of `length` tokens that hold `pairs` associations."""
+    """One cell of an evaluation: examples of one kind.
+
+    Attributes:
+      length: tokens of an example.
+      pairs: associations that it holds; 0 in a task that has none.
+      choices: answers that a guess has to choose from; 0 means as many as pairs. Recall tasks take
+        values from their own part of the vocabulary, so that even a model without any memory of
+        which key had which value learns to answer with one it has seen.
+    """
 
     length: int
-    pairs: int
+    pairs: int = 0
+    choices: int = 0
 
     @property
     def name(self) -> str:
-        return f"T{self.length}_K{self.pairs}"
+        return f"T{self.length}_K{self.pairs}" if self.pairs else f"T{self.length}"
 
     @property
     def chance(self) -> float:
-        """Accuracy of answering each query with some value seen in the example."""
-        return chance(self.pairs)
+        """Accuracy of a guess: the floor for a score."""
+        return 1.0 / (self.choices or self.pairs)
 
 
-def chance(pairs: int) -> float:
-    """Accuracy of a guess among the `pairs` values of an example: the floor for a recall score.
+@dataclasses.dataclass(frozen=True)
+class TaskConfig:
+    """Options that every task has. A subclass adds its own and says what an example is.
 
-    Values come from their own part of the vocabulary, so that even a model without any memory of
-    which key had which value learns to answer with one it has seen.
+    Attributes:
+      train: an entry and a weight of each training slice. The weights are shares of *examples*: as
+        a row holds only one slice and more of its short examples, rows are drawn with probability
+        proportional to weight / examples per row.
+      test: an entry of each evaluation slice.
+      test_examples: examples in each evaluation slice.
+      test_seed: seed of the evaluation stream. It is not the run's seed, so all runs are scored on
+        the same examples.
+
+    An entry is the tuple of integers that `ENTRY` names, the length first; one that is an integer
+    alone may be written without the tuple.
+
+    Raises:
+      UserError: for a slice or an option that the task cannot have.
     """
-    return 1.0 / pairs
+
+    NAME: ClassVar[str]
+    ENTRY: ClassVar[tuple[str, ...]] = ("length",)
+
+    train: tuple[tuple[Any, ...], ...]
+    test: tuple[Any, ...]
+    test_examples: int = 1000
+    test_seed: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids in use: a model needs at least this vocabulary."""
+        raise NotImplementedError
+
+    def part(self, *entry: int) -> Slice:
+        """The slice that an entry names."""
+        raise NotImplementedError
+
+    def check_entry(self, field: str, *entry: int) -> None:
+        """Raises `UserError` where an entry of `train` or `test` (`field`) can't be."""
+        raise NotImplementedError
+
+    def examples(
+        self, rng: np.random.Generator, count: int, part: Slice
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Draws `count` examples of one slice: (tokens_NT, targets_NT), int32.
+
+        A target is the answer at a position, -1 where nothing is asked. Every example of a slice
+        asks as often as the others.
+        """
+        raise NotImplementedError
+
+    def __post_init__(self):
+        for field, names in (("train", (*self.ENTRY, "weight")), ("test", self.ENTRY)):
+            self._check_entries(field, names)
+        for *entry, weight in self.train:
+            check(
+                isinstance(weight, int | float) and 0 < weight < math.inf,
+                f"{self.NAME}.train gives {tuple(entry)} the weight {weight!r}; weights must be "
+                "finite positive numbers, so change it or leave the slice out.",
+            )
+        check(
+            len(set(self.test)) == len(self.test),
+            f"{self.NAME}.test names a slice twice in {self.test}; name each once.",
+        )
+        check(
+            self.test_examples > 0,
+            f"{self.NAME}.test_examples is {self.test_examples}; it must be at least 1.",
+        )
+        check(
+            0 <= self.test_seed < 2**32,
+            f"{self.NAME}.test_seed is {self.test_seed}; it must be at least 0 and less than "
+            "2**32.",
+        )
+
+    def _check_entries(self, field: str, names: tuple[str, ...]) -> None:
+        entries: tuple[tuple, ...] = tuple(
+            tuple(entry) if isinstance(entry, list | tuple) else (entry,)
+            for entry in getattr(self, field)
+        )
+        object.__setattr__(self, field, entries)
+        what = f"({', '.join(names)})"
+        check(bool(entries), f"{self.NAME}.{field} is empty; give at least one {what}.")
+        size = len(self.ENTRY)
+        for entry in entries:
+            check(
+                len(entry) == len(names) and all(type(number) is int for number in entry[:size]),
+                f"{self.NAME}.{field} has the entry {entry}, but each must be {what}, with "
+                f"{' and '.join(self.ENTRY)} as integers.",
+            )
+            self.check_entry(field, *entry[:size])
+
+
+def train_batch(config: TaskConfig, *, seed: int, index: int, rows: int, length: int) -> Batch:
+    """The training batch number `index` of the run with this seed: a pure function of both.
+
+    Every row holds examples of one slice, drawn as `TaskConfig.train` says.
+    """
+    check_fits(config, length)
+    rng = stream(seed, TRAIN_STREAM, index)
+    parts = [config.part(*entry[:-1]) for entry in config.train]
+    weight_S = np.array([entry[-1] for entry in config.train])
+    odds_S = weight_S / np.array([length // part.length for part in parts])
+    choice_R = rng.choice(len(parts), size=rows, p=odds_S / odds_S.sum())
+    batch: Batch = {}
+    for i, part in enumerate(parts):
+        chosen = np.flatnonzero(choice_R == i)
+        found = slice_batch(config, part, rng, len(chosen), length)
+        for name, values_RL in found.items():
+            batch.setdefault(name, np.zeros((rows, length), np.int32))[chosen] = values_RL
+    return batch
+
+
+def slice_batch(
+    config: TaskConfig, part: Slice, rng: np.random.Generator, rows: int, length: int
+) -> Batch:
+    """A batch of `rows` rows, each with `length // part.length` examples of one slice."""
+    return pack_rows(*config.examples(rng, rows * (length // part.length), part), length)
+
+
+def check_fits(config: TaskConfig, length: int) -> None:
+    """Raises `UserError` when a training slice is longer than the row length."""
+    longest = max(config.part(*entry[:-1]).length for entry in config.train)
+    check(
+        longest <= length,
+        f"{config.NAME}.train has a slice of length {longest} but the row length is {length}; "
+        f"set the row length to at least {longest}.",
+    )
+
+
+def eval_slices(config: TaskConfig) -> tuple[Slice, ...]:
+    """The evaluation slices in the order of the config."""
+    return tuple(config.part(*entry) for entry in config.test)
+
+
+def eval_rows(config: TaskConfig, part: Slice, length: int) -> Batch:
+    """All `test_examples` examples of one evaluation slice as rows.
+
+    The examples depend on `test_seed` and the slice alone: not on the run's seed, the row length,
+    the batch or the other slices. Rows have `length` tokens, or `part.length` where that is more
+    (evaluation beyond the training length).
+    """
+    rng = stream(config.test_seed, EVAL_STREAM, part.length, part.pairs)
+    found = config.examples(rng, config.test_examples, part)
+    return pack_rows(*found, max(length, part.length))
 
 
 def stream(seed: int, tag: int, *words: int) -> np.random.Generator:

@@ -1,22 +1,23 @@
 """Players that need no training: one that knows the task and some that only know its habits.
 
-A task is sound when `oracle` scores 1.0 and none of the others beats chance by much. They see
-tokens and segment ids, as a model does; `Baseline.fit` may also see a training batch's targets.
+A task is sound when its oracle scores 1.0 and none of the others beats chance by much. They see
+tokens and segment ids, as a model does; `fit` may also see a training batch's targets.
 
-Array legend: R rows, L row length.
+Array legend: R rows, L row length, T tokens of an example.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 import numpy as np
 
 from fastweights.tasks.base import Batch
+from fastweights.tasks.state_tracking import PERMUTATIONS
 
 
-def oracle(batch: Batch) -> np.ndarray:
+def recall_oracle(batch: Batch) -> np.ndarray:
     """Answers every key with the token that followed its first appearance in the same example.
 
     Returns:
@@ -34,47 +35,105 @@ def oracle(batch: Batch) -> np.ndarray:
     return predictions_RL
 
 
+def parity_oracle(batch: Batch) -> np.ndarray:
+    """Counts ones; predictions_RL."""
+    return _fill(batch, lambda tokens_T: np.cumsum(tokens_T) % 2)
+
+
+def s3_oracle(batch: Batch) -> np.ndarray:
+    """Moves three things about, one token after the other; predictions_RL."""
+
+    def places(tokens_T: np.ndarray) -> list[int]:
+        where, found = [0, 1, 2], []
+        for token in tokens_T:
+            where = [PERMUTATIONS[token][place] for place in where]
+            found.append(PERMUTATIONS.index(tuple(where)))
+        return found
+
+    return _fill(batch, places)
+
+
+ORACLES: dict[str, Callable[[Batch], np.ndarray]] = {
+    "mqar": recall_oracle,
+    "parity": parity_oracle,
+    "s3": s3_oracle,
+}
+
+
 @dataclasses.dataclass(frozen=True)
-class Baseline:
-    """Guesses that use no association, learnt from one training batch of a single slice.
+class Habits:
+    """Guesses that do not look at the tokens, learnt from one training batch of a single slice.
 
     Attributes:
       unigram: the answer that is right most often over all examples.
-      pair_at: for a query's position, the number of the pair that is asked for there most often.
+      answer_at: the answer that is right most often at a position.
     """
 
     unigram: int
-    pair_at: dict[int, int]
+    answer_at: dict[int, int]
 
     @classmethod
     def fit(cls, batch: Batch) -> Self:
-        answers: Counter[int] = Counter()
-        pairs: dict[int, Counter[int]] = {}
+        answers: dict[int, Counter[int]] = {}
         for row, start, stop in _spans(batch):
-            tokens = batch["tokens"][row, start:stop].tolist()
             for t, target in enumerate(batch["targets"][row, start:stop].tolist()):
                 if target >= 0:
-                    answers[target] += 1
-                    # Values are a set of their own, so the first match is the one in its pair.
-                    pairs.setdefault(t, Counter())[tokens.index(target) // 2] += 1
-        pair_at = {t: count.most_common(1)[0][0] for t, count in pairs.items()}
-        return cls(answers.most_common(1)[0][0], pair_at)
+                    answers.setdefault(t, Counter())[target] += 1
+        total = sum(answers.values(), Counter[int]())
+        return cls(total.most_common(1)[0][0], _favourites(answers))
 
     def majority(self, batch: Batch) -> np.ndarray:
         """The most frequent answer, everywhere; predictions_RL."""
         return np.full(batch["tokens"].shape, self.unigram, np.int32)
 
     def by_position(self, batch: Batch) -> np.ndarray:
+        """The most frequent answer at each position, -1 where none was met; predictions_RL."""
+        return _fill(batch, lambda tokens: [self.answer_at.get(t, -1) for t in range(len(tokens))])
+
+
+@dataclasses.dataclass(frozen=True)
+class PairPlaces:
+    """Which pair a recall task mostly asks for at a position, learnt as `Habits` are.
+
+    Attributes:
+      pair_at: for a query's position, the number of that pair.
+    """
+
+    pair_at: dict[int, int]
+
+    @classmethod
+    def fit(cls, batch: Batch) -> Self:
+        pairs: dict[int, Counter[int]] = {}
+        for row, start, stop in _spans(batch):
+            tokens = batch["tokens"][row, start:stop].tolist()
+            for t, target in enumerate(batch["targets"][row, start:stop].tolist()):
+                if target >= 0:
+                    # Values are a set of their own, so the first match is the one in its pair.
+                    pairs.setdefault(t, Counter())[tokens.index(target) // 2] += 1
+        return cls(_favourites(pairs))
+
+    def by_position(self, batch: Batch) -> np.ndarray:
         """The value of the pair that this position mostly asks for; predictions_RL.
 
         Positions not met in `fit` are answered with the first pair's value.
         """
-        predictions_RL = np.full(batch["tokens"].shape, -1, np.int32)
-        for row, start, stop in _spans(batch):
-            tokens = batch["tokens"][row, start:stop]
-            for t in range(stop - start):
-                predictions_RL[row, start + t] = tokens[2 * self.pair_at.get(t, 0) + 1]
-        return predictions_RL
+
+        def values(tokens_T: np.ndarray) -> list[int]:
+            return [tokens_T[2 * self.pair_at.get(t, 0) + 1] for t in range(len(tokens_T))]
+
+        return _fill(batch, values)
+
+
+def _favourites(counts: dict[int, Counter[int]]) -> dict[int, int]:
+    return {t: count.most_common(1)[0][0] for t, count in counts.items()}
+
+
+def _fill(batch: Batch, answer: Callable[[np.ndarray], Sequence[int] | np.ndarray]) -> np.ndarray:
+    """predictions_RL with `answer(tokens_T)` for every example, -1 at padding."""
+    predictions_RL = np.full(batch["tokens"].shape, -1, np.int32)
+    for row, start, stop in _spans(batch):
+        predictions_RL[row, start:stop] = answer(batch["tokens"][row, start:stop])
+    return predictions_RL
 
 
 def _spans(batch: Batch) -> Iterator[tuple[int, int, int]]:

@@ -20,7 +20,7 @@ from fastweights.data import (
 from fastweights.data.packing import unpack
 from fastweights.data.prepare import prepare_corpus
 from fastweights.errors import UserError
-from fastweights.tasks.mqar import MQARConfig
+from fastweights.tasks import MQARConfig
 
 MQAR = MQARConfig(
     vocab_size=96,
@@ -195,7 +195,7 @@ def test_held_out_text_is_never_trained_on(text_config):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kind": "mqra"}, "data.kind is 'mqra'; it must be one of text, mqar"),
+        ({"kind": "mqra"}, "data.kind is 'mqra'; it must be one of text, mqar, parity, s3"),
         ({"length": 0}, "data.length is 0"),
         ({"length": 48}, "slice of length 64 but the row length is 48"),
     ],

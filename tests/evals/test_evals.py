@@ -57,7 +57,7 @@ def with_predictions(context, monkeypatch, predict):
 
 
 def test_the_oracle_recalls_everything(recall_context, monkeypatch):
-    with_predictions(recall_context, monkeypatch, solvers.oracle)
+    with_predictions(recall_context, monkeypatch, solvers.recall_oracle)
     results = evals.run("recall", recall_context, None)["recall"]
     assert results.metrics == {"mean": 1.0}
     assert [row["slice"] for row in results.rows] == ["T8_K2", "T16_K3", "T24_K3"]
@@ -78,7 +78,7 @@ def test_recall_counts_answers_only(recall_context, monkeypatch):
 
 def test_slices_longer_than_a_row_are_left_to_the_length_eval(monkeypatch):
     context = make_context(TINY, "data.length=16")
-    with_predictions(context, monkeypatch, solvers.oracle)
+    with_predictions(context, monkeypatch, solvers.recall_oracle)
     found = evals.run("recall,length", context, None)
     assert [row["slice"] for row in found["recall"].rows] == ["T8_K2", "T16_K3"]
     assert [row["slice"] for row in found["length"].rows] == ["T24_K3"]

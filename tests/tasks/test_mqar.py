@@ -8,19 +8,10 @@ import numpy as np
 import pytest
 
 from fastweights.errors import UserError
-from fastweights.tasks import TASKS, Slice, accuracy, chance
+from fastweights.tasks import Slice, accuracy, eval_rows, eval_slices, slice_batch, train_batch
 from fastweights.tasks.base import EVAL_STREAM, TRAIN_STREAM, pack_rows, stream
-from fastweights.tasks.mqar import (
-    FILLERS,
-    QUERY_ORDERS,
-    MQARConfig,
-    eval_rows,
-    eval_slices,
-    examples,
-    slice_batch,
-    train_batch,
-)
-from fastweights.tasks.solvers import Baseline, oracle
+from fastweights.tasks.mqar import FILLERS, QUERY_ORDERS, MQARConfig
+from fastweights.tasks.solvers import Habits, PairPlaces, recall_oracle
 
 SMALL = MQARConfig(vocab_size=128, train=((64, 16, 1),), test=((64, 16),), test_examples=500)
 
@@ -42,7 +33,7 @@ def test_an_example_is_pairs_then_every_key_once(vocab, length, pairs, order, fi
         query_order=order,
         filler=filler,
     )
-    tokens, targets = examples(config, rng(0), 50, Slice(length, pairs))
+    tokens, targets = config.examples(rng(0), 50, Slice(length, pairs))
     assert tokens.shape == targets.shape == (50, length)
     assert tokens.dtype == targets.dtype == np.int32
     assert tokens.min() >= 0 and tokens.max() < vocab
@@ -65,14 +56,14 @@ def test_an_example_is_pairs_then_every_key_once(vocab, length, pairs, order, fi
 
 def test_random_filler_covers_the_whole_vocabulary():
     config = dataclasses.replace(SMALL, filler="random")
-    tokens, targets = examples(config, rng(1), 2000, Slice(64, 16))
+    tokens, targets = config.examples(rng(1), 2000, Slice(64, 16))
     rest = tokens[:, 32:][targets[:, 32:] < 0]
     share = np.bincount(rest, minlength=128) / rest.size
     np.testing.assert_allclose(share, 1 / 128, rtol=0.25)
 
 
 def test_keys_and_values_are_uniform_and_unrelated():
-    tokens, _ = examples(SMALL, rng(2), 4000, Slice(64, 16))
+    tokens, _ = SMALL.examples(rng(2), 4000, Slice(64, 16))
     for place in (0, 1, 14, 15):
         pick = tokens[:, 2 * place : 2 * place + 2]
         np.testing.assert_allclose(
@@ -97,7 +88,7 @@ def test_slots_are_drawn_one_by_one_by_weight(power_a, order):
         power_a=power_a,
         query_order=order,
     )
-    tokens, targets = examples(config, rng(3), 40_000, Slice(length, pairs))
+    tokens, targets = config.examples(rng(3), 40_000, Slice(length, pairs))
     zone = tokens[:, 2 * pairs :: 2] * (targets[:, 2 * pairs :: 2] >= 0)
     first = np.argmax(zone == tokens[:, 0:1], axis=1)
     second = np.argmax(zone == tokens[:, 2:3], axis=1)
@@ -120,7 +111,7 @@ def test_slots_are_drawn_one_by_one_by_weight(power_a, order):
 def test_coupled_order_leaks_what_zoology_leaks_and_independent_does_not(length, pairs, spearman):
     for order, expected in (("coupled", spearman), ("independent", 0.0)):
         config = MQARConfig(train=((length, pairs, 1),), query_order=order)
-        tokens, targets = examples(config, rng(4), 1500, Slice(length, pairs))
+        tokens, targets = config.examples(rng(4), 1500, Slice(length, pairs))
         asked = np.nonzero(targets >= 0)[1].reshape(-1, pairs)
         queries = np.take_along_axis(tokens, asked, axis=1)
         # Rank of the pair that the i-th query asks for.
@@ -135,12 +126,14 @@ def test_coupled_order_leaks_what_zoology_leaks_and_independent_does_not(length,
 def test_only_memory_wins(order, filler):
     config = dataclasses.replace(SMALL, query_order=order, filler=filler)
     part = Slice(64, 16)
-    learnt = Baseline.fit(slice_batch(config, part, rng(5), 1500, 64))
+    seen = slice_batch(config, part, rng(5), 1500, 64)
     batch = eval_rows(config, part, 64)
     targets = batch["targets"]
-    assert accuracy(oracle(batch), targets) == 1.0
-    assert accuracy(learnt.majority(batch), targets) < 1.5 / 64
-    by_position = accuracy(learnt.by_position(batch), targets) / chance(16)
+    assert accuracy(recall_oracle(batch), targets) == 1.0
+    habits = Habits.fit(seen)
+    for guess in (habits.majority, habits.by_position):
+        assert accuracy(guess(batch), targets) < 1.5 / 64
+    by_position = accuracy(PairPlaces.fit(seen).by_position(batch), targets) / part.chance
     if order == "independent":
         assert by_position < 1.2
     else:
@@ -150,7 +143,6 @@ def test_only_memory_wins(order, filler):
 def test_slices_name_themselves_and_know_chance():
     part = eval_slices(MQARConfig())[2]
     assert (part.name, part.chance) == ("T64_K16", 1 / 16)
-    assert TASKS["mqar"].eval_slices is eval_slices
 
 
 @pytest.mark.parametrize("length", [64, 100, 128, 300])
@@ -173,7 +165,7 @@ def test_rows_hold_whole_examples_of_one_slice(length):
         pairs = {64: 8, 32: 2}[size]
         assert [int((targets[ids == i + 1] >= 0).sum()) for i in range(count)] == [pairs] * count
     assert kinds == {32, 64}
-    assert accuracy(oracle(batch), batch["targets"]) == 1.0
+    assert accuracy(recall_oracle(batch), batch["targets"]) == 1.0
 
 
 def test_weights_are_shares_of_examples():
@@ -225,7 +217,7 @@ def test_train_and_eval_streams_never_meet(monkeypatch):
 
     seeds = []
     monkeypatch.setattr(
-        "fastweights.tasks.mqar.stream", lambda *words: seeds.append(words) or stream(*words)
+        "fastweights.tasks.base.stream", lambda *words: seeds.append(words) or stream(*words)
     )
     train_batch(SMALL, seed=SMALL.test_seed, index=64, rows=1, length=64)
     eval_rows(SMALL, Slice(64, 16), 64)
