@@ -15,7 +15,9 @@ MIXERS = mixers.MixerConfigs(
     A=mixers.AttentionConfig(
         num_heads=4, num_kv_heads=2, head_dim=8, rope_fraction=0.5, qk_norm=True, output_gate=True
     ),
-    W=mixers.WindowAttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, window=3, conv_size=3),
+    W=mixers.WindowAttentionConfig(
+        num_heads=2, num_kv_heads=1, head_dim=8, window=3, logit_cap=2.0, conv_size=3
+    ),
     L=mixers.LinearAttentionConfig(num_heads=2, head_dim=8, value_head_dim=4, normalize=True),
     D=mixers.DeltaNetConfig(num_heads=2, head_dim=8, conv_size=0, allow_neg_eigval=True),
     G=mixers.GatedDeltaNetConfig(

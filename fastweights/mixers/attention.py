@@ -37,6 +37,7 @@ class AttentionConfig:
       rope_theta: base of the rotary wavelengths.
       qk_norm: zero-centred RMSNorm of q and k per head, before the rotation.
       output_gate: multiply each head's output by the sigmoid of a projection of x.
+      logit_cap: bend logits smoothly to at most this size (`ops.softmax_attention`); 0 for none.
       conv_size: taps of a short convolution on q, k and v; 0 leaves it out.
     """
 
@@ -47,6 +48,7 @@ class AttentionConfig:
     rope_theta: float = 10_000.0
     qk_norm: bool = False
     output_gate: bool = False
+    logit_cap: float = 0.0
     conv_size: int = 0
 
     def __post_init__(self):
@@ -70,6 +72,10 @@ class AttentionConfig:
         )
         check(
             self.rope_theta > 0, f"{owner}.rope_theta is {self.rope_theta}; give a positive number."
+        )
+        check(
+            self.logit_cap >= 0,
+            f"{owner}.logit_cap is {self.logit_cap}; give a positive number, or 0 for none.",
         )
 
     @property
@@ -200,7 +206,12 @@ class Attention(nnx.Module):
 
         if cache is None:
             o_BTHK = ops.softmax_attention(
-                q_BTHK, k_BTJK, v_BTJK, window=self.window, segment_ids=segment_ids_BT
+                q_BTHK,
+                k_BTJK,
+                v_BTJK,
+                window=self.window,
+                logit_cap=c.logit_cap or None,
+                segment_ids=segment_ids_BT,
             )
         else:
             slot_document_BT = jnp.broadcast_to(cache["document"][:, None], (B, T))
@@ -241,6 +252,7 @@ class Attention(nnx.Module):
             q_BTHK,
             slots["k"].astype(k_BTJK.dtype),
             slots["v"].astype(v_BTJK.dtype),
+            logit_cap=self.config.logit_cap or None,
             segment_ids=document_BT,
             kv_segment_ids=slots["slot_document"],
             q_positions=jnp.broadcast_to(place_T[None], document_BT.shape),
@@ -293,6 +305,7 @@ class WindowAttention(Attention):
             joined["k"].astype(k_BTJK.dtype),
             joined["v"].astype(v_BTJK.dtype),
             window=self.window,
+            logit_cap=self.config.logit_cap or None,
             segment_ids=document_BT,
             kv_segment_ids=joined["slot_document"],
             q_positions=place_BS[:, W:],

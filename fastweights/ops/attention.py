@@ -23,6 +23,7 @@ def softmax_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    logit_cap: float | None = None,
     segment_ids: jax.Array | None = None,
     kv_segment_ids: jax.Array | None = None,
     q_positions: jax.Array | None = None,
@@ -41,6 +42,9 @@ def softmax_attention(
       v_BSJV: values.
       scale: factor on the logits, K**-0.5 by default.
       window: how many of the latest positions a token sees, itself included (1: itself alone).
+      logit_cap: bends logits to logit_cap * tanh(logits / logit_cap), in float32 or wider and
+        before the mask (Bello et al. 2016, arXiv 1611.09940; in attention Gemma Team
+        2024, arXiv 2408.00118). None for none. Takes the "xla" path, with all scores in memory.
       segment_ids: int [B, T], the queries' documents, 0 = padding. Without kv_segment_ids they
         are the keys' too (then S = T), and padding takes up no position.
       kv_segment_ids: int [B, S], 0 = empty slot. Compared with segment_ids as they are; without
@@ -57,7 +61,7 @@ def softmax_attention(
 
     Raises:
       UserError: on shapes that do not fit, segment ids that are negative or no integers,
-        window < 1, or an unknown implementation.
+        window < 1, logit_cap <= 0, or an implementation that is unknown or has no logit_cap.
     """
     _check_inputs(
         q_BTHK, k_BSJK, v_BSJV, window, segment_ids, kv_segment_ids, q_positions, kv_positions
@@ -67,6 +71,11 @@ def softmax_attention(
         f"softmax_attention: unknown implementation {implementation!r}; "
         f"choose one of {', '.join(IMPLEMENTATIONS)}",
     )
+    check(
+        logit_cap is None or (logit_cap > 0 and implementation != "cudnn"),
+        f"softmax_attention: logit_cap must be positive and is not for implementation 'cudnn', "
+        f"got {logit_cap} with {implementation!r}",
+    )
     batch, length, heads, key_dim = q_BTHK.shape
     slots, value_dim = k_BSJK.shape[1], v_BSJV.shape[-1]
     if length == 0 or slots == 0:
@@ -75,7 +84,8 @@ def softmax_attention(
     dtype = jnp.result_type(q_BTHK, k_BSJK, v_BSJV)
 
     # Plain causal attention needs no mask array: cuDNN skips what a causal window hides.
-    plain = all(x is None for x in (segment_ids, kv_segment_ids, q_positions, kv_positions))
+    given = (logit_cap, segment_ids, kv_segment_ids, q_positions, kv_positions)
+    plain = all(x is None for x in given)
     mask_B1TS = sees_BT = None
     q, k, v = (x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV))
     if not plain:
@@ -87,6 +97,9 @@ def softmax_attention(
         q = segments.select_real(q, sees_BT)
         k, v = segments.select_real(k, filled_BS), segments.select_real(v, filled_BS)
 
+    if mask_B1TS is not None and logit_cap is not None:
+        o_BTHV = _capped(q, k, v, mask_B1TS, scale, logit_cap)
+        return segments.select_real(o_BTHV.astype(v_BSJV.dtype), sees_BT)
     backend: Any = implementation
     if implementation == "auto":
         backend = "cudnn" if _cudnn_takes(dtype, key_dim, value_dim) else "xla"
@@ -105,6 +118,20 @@ def softmax_attention(
     )
     o_BTHV = o[..., :value_dim].astype(v_BSJV.dtype)
     return o_BTHV if sees_BT is None else segments.select_real(o_BTHV, sees_BT)
+
+
+def _capped(q_BTHK, k_BSJK, v_BSJV, mask_B1TS, scale: float, cap: float) -> jax.Array:
+    """Attention with bent logits, in float32 or wider; queries that see nothing give anything."""
+    acc = jnp.promote_types(q_BTHK.dtype, jnp.float32)
+    (batch, length, heads, key_dim), kv_heads = q_BTHK.shape, k_BSJK.shape[2]
+    q_BTJRK = q_BTHK.reshape(batch, length, kv_heads, heads // kv_heads, key_dim)
+    logits_BJRTS = jnp.einsum("btjrk,bsjk->bjrts", q_BTJRK, k_BSJK, preferred_element_type=acc)
+    logits_BJRTS = cap * jnp.tanh(scale / cap * logits_BJRTS)
+    # Finite, so that a row without a single key has no NaN in its gradient.
+    logits_BJRTS = jnp.where(mask_B1TS[:, :, None], logits_BJRTS, jnp.finfo(acc).min)
+    weights_BJRTS = jax.nn.softmax(logits_BJRTS, axis=-1).astype(v_BSJV.dtype)
+    o_BTJRV = jnp.einsum("bjrts,bsjv->btjrv", weights_BJRTS, v_BSJV, preferred_element_type=acc)
+    return o_BTJRV.reshape(batch, length, heads, -1)
 
 
 def _visible(shape, window, segment_ids, kv_segment_ids, q_positions, kv_positions):

@@ -77,3 +77,18 @@ def test_cache_goes_on_from_given_positions(letter):
     np.testing.assert_allclose(
         y, tiny_models.apply(mixer, x, positions_BT=positions)[0][:, 4:], atol=1e-5
     )
+
+
+@pytest.mark.parametrize("letter", "AW")
+def test_logit_cap_holds_through_the_cache(letter):
+    """Prefill and decode of a model whose cap matters."""
+    x = inputs(5)
+    capped = tiny_models.mixer(letter, D, logit_cap=0.1)
+    full, _ = tiny_models.apply(capped, x)
+    free, _ = tiny_models.apply(tiny_models.mixer(letter, D, logit_cap=0.0), x)
+    assert np.abs(full - free).max() > 1e-2
+    cache, parts = capped.init_cache(2, 5, jnp.float32), []
+    for piece in (x[:, :3], x[:, 3:4], x[:, 4:]):
+        y, cache = tiny_models.apply(capped, piece, cache=cache)
+        parts.append(y)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), full, atol=1e-5)

@@ -145,6 +145,8 @@ def attention_by_hand(letter, p, x, cfg):
         for t in range(T):
             first = max(0, t + 1 - cfg.window) if letter == "W" else 0
             logits = k[first : t + 1, j] @ q[t, i] / np.sqrt(cfg.head_dim)
+            if cfg.logit_cap:
+                logits = cfg.logit_cap * np.tanh(logits / cfg.logit_cap)
             weights = np.exp(logits - logits.max())
             o[t, i] = weights / weights.sum() @ v[first : t + 1, j]
     if cfg.output_gate:
@@ -156,6 +158,7 @@ VARIANTS = [
     ("A", {}),
     ("A", dict(qk_norm=False, output_gate=False, rope_fraction=0, num_kv_heads=0, conv_size=4)),
     ("A", dict(rope_fraction=1.0, rope_theta=100.0)),
+    ("A", dict(logit_cap=0.5)),
     ("W", {}),
     ("W", dict(window=1, qk_norm=True, output_gate=True)),
     ("W", dict(window=100, conv_size=0)),

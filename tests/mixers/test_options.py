@@ -15,6 +15,7 @@ BAD = [
     ("A", dict(head_dim=6, rope_fraction=0.5), r"turns 3 channels; .*even"),
     ("A", dict(head_dim=8, rope_fraction=0.01), r"turns 0 channels; .*0 for none"),
     ("A", dict(rope_theta=0.0), r"rope_theta is 0.0; give a positive"),
+    ("A", dict(logit_cap=-1.0), r"logit_cap is -1.0; give a positive number, or 0 for none"),
     ("W", dict(window=0), r"window is 0; give an integer of at least 1"),
     ("L", dict(feature_map="cosine"), r"feature_map is 'cosine'; choose one of .*elu1"),
     ("L", dict(feature_map="identity", normalize=True), r"normalize is True .*elu1"),

@@ -114,6 +114,16 @@ BAD = [
         dict(k=(2, 20, 4, 5), v=(2, 20, 4, 7)),
         r"6 query heads are no multiple of 4 key heads",
     ),
+    (
+        "softmax_attention",
+        dict(logit_cap=0.0),
+        r"logit_cap must be positive .*, got 0.0 with 'auto'",
+    ),
+    (
+        "softmax_attention",
+        dict(logit_cap=2.0, implementation="cudnn"),
+        r"logit_cap .* is not for implementation 'cudnn', got 2.0 with 'cudnn'",
+    ),
     ("softmax_attention", dict(window=0), r"window counts the current token.*at least 1, got 0"),
     ("softmax_attention", dict(q=(2, 3, 6, 5), segment_ids=((2, 3), INT)), r"need kv_segment_ids"),
     (

@@ -15,7 +15,7 @@ def arrays(seed=0, *, B=2, T=23, S=None, H=6, J=2, K=5, V=7):
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def oracle(x, sees_BTS, scale=None):
+def oracle(x, sees_BTS, scale=None, cap=None):
     """Output and gradients when query t of row b sees the keys where sees_BTS is True."""
     x = {name: np.nan_to_num(a.astype(np.float64)) for name, a in x.items()}
     heads, kv_heads, key_dim = x["q"].shape[2], x["k"].shape[2], x["q"].shape[3]
@@ -27,10 +27,14 @@ def oracle(x, sees_BTS, scale=None):
         for h in range(heads if len(s) else 0):
             j = h // (heads // kv_heads)
             q, k, v, do = x["q"][b, t, h], x["k"][b, s, j], x["v"][b, s, j], x["do"][b, t, h]
-            p = np.exp(scale * k @ q)
+            logits, slope = scale * k @ q, scale
+            if cap is not None:
+                slope = scale * (1 - np.tanh(logits / cap) ** 2)
+                logits = cap * np.tanh(logits / cap)
+            p = np.exp(logits)
             p /= p.sum()
             dp = v @ do
-            dlogit = scale * p * (dp - p @ dp)
+            dlogit = slope * p * (dp - p @ dp)
             out["o"][b, t, h] = p @ v
             out["dq"][b, t, h] = dlogit @ k
             out["dk"][b, s, j] += dlogit[:, None] * q
@@ -47,9 +51,9 @@ def check(x, sees_BTS, scale=None, **options):
         o, vjp = jax.vjp(call, x["q"], x["k"], x["v"])
         return {"o": o} | dict(zip(("dq", "dk", "dv"), vjp(x["do"]), strict=True))
 
-    fixed = {name: options.pop(name) for name in ("window",) if name in options}
+    fixed = {name: options.pop(name) for name in ("window", "logit_cap") if name in options}
     got = run(x, options)
-    for name, want in oracle(x, sees_BTS, scale).items():
+    for name, want in oracle(x, sees_BTS, scale, fixed.get("logit_cap")).items():
         np.testing.assert_allclose(got[name], want, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
@@ -101,17 +105,24 @@ def packed_sees(window=None):
     return sees
 
 
+@pytest.mark.parametrize("cap", (0.3, 5.0))
+@pytest.mark.parametrize("window", (None, 4))
+def test_logit_cap_bends_scores_before_the_mask(window, cap):
+    x = arrays()
+    check(x, causal(x, window), window=window, logit_cap=cap)
+
+
 @pytest.mark.parametrize("window", (None, 1, 3))
-def test_packed_documents_with_nan_in_padding(window):
+@pytest.mark.parametrize("cap", (None, 0.5))
+def test_packed_documents_with_nan_in_padding(window, cap):
     x = arrays(1)
     for a in x.values():
         a[SEGMENTS == 0] = np.nan
-    options = {} if window is None else {"window": window}
-    check(x, packed_sees(window), segment_ids=SEGMENTS, **options)
+    check(x, packed_sees(window), segment_ids=SEGMENTS, window=window, logit_cap=cap)
 
 
-@pytest.mark.parametrize("window", (None, 4))
-def test_cache_slots(window):
+@pytest.mark.parametrize(("window", "cap"), ((None, None), (4, None), (4, 0.5)))
+def test_cache_slots(window, cap):
     """Three new tokens after a ring of ten slots, two of them empty and full of NaN."""
     x = arrays(2, T=3, S=10)
     kv_positions = np.asarray([[8, 9, 10, 3, 4, 5, 6, 7, 11, 12], range(10)], np.int32)
@@ -121,14 +132,14 @@ def test_cache_slots(window):
     x["k"][kv_ids == 0] = x["v"][kv_ids == 0] = np.nan
     back = q_positions[:, :, None] - kv_positions[:, None, :]
     sees = (back >= 0) & (back < (window or 1000)) & (kv_ids[:, None, :] == 1)
-    options = {} if window is None else {"window": window}
     check(
         x,
         sees,
+        window=window,
+        logit_cap=cap,
         kv_segment_ids=kv_ids,
         q_positions=q_positions,
         kv_positions=kv_positions,
-        **options,
     )
 
 
@@ -142,11 +153,12 @@ def test_ids_of_queries_and_keys_are_compared():
     check(x, sees, segment_ids=q_ids, kv_segment_ids=kv_ids, q_positions=q_positions)
 
 
-def test_bfloat16_keeps_its_dtype():
+@pytest.mark.parametrize("cap", (None, 0.5))
+def test_bfloat16_keeps_its_dtype(cap):
     x = {name: jnp.asarray(a, jnp.bfloat16) for name, a in arrays().items()}
-    o = ops.softmax_attention(x["q"], x["k"], x["v"])
+    o = ops.softmax_attention(x["q"], x["k"], x["v"], logit_cap=cap)
     assert o.dtype == jnp.bfloat16
-    want = oracle({n: np.asarray(a, np.float32) for n, a in x.items()}, causal(x))["o"]
+    want = oracle({n: np.asarray(a, np.float32) for n, a in x.items()}, causal(x), cap=cap)["o"]
     np.testing.assert_allclose(np.asarray(o, np.float32), want, atol=3e-2)
 
 
