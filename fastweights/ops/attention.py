@@ -97,30 +97,28 @@ def softmax_attention(
         q = segments.select_real(q, sees_BT)
         k, v = segments.select_real(k, filled_BS), segments.select_real(v, filled_BS)
 
-    if mask_B1TS is not None and logit_cap is not None:
+    if logit_cap is not None and mask_B1TS is not None:
         o_BTHV = _capped(q, k, v, mask_B1TS, scale, logit_cap)
-        return segments.select_real(o_BTHV.astype(v_BSJV.dtype), sees_BT)
-    backend: Any = implementation
-    if implementation == "auto":
-        backend = "cudnn" if _cudnn_takes(dtype, key_dim, value_dim) else "xla"
-    # dot_product_attention wants one head dim: zero channels change neither logits nor output.
-    width = max(key_dim, value_dim)
-    q, k, v = (_widen(x, width) for x in (q, k, v))
-    o = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask_B1TS,
-        scale=scale,
-        is_causal=plain,
-        local_window_size=(window - 1, 0) if plain and window is not None else None,
-        implementation=backend,
-    )
-    o_BTHV = o[..., :value_dim].astype(v_BSJV.dtype)
+    else:
+        backend: Any = implementation
+        if implementation == "auto":
+            backend = "cudnn" if _cudnn_takes(dtype, key_dim, value_dim) else "xla"
+        # dot_product_attention wants one head dim: zero channels change neither logits nor output.
+        width = max(key_dim, value_dim)
+        o = jax.nn.dot_product_attention(
+            *(_widen(x, width) for x in (q, k, v)),
+            mask=mask_B1TS,
+            scale=scale,
+            is_causal=plain,
+            local_window_size=(window - 1, 0) if plain and window is not None else None,
+            implementation=backend,
+        )
+        o_BTHV = o[..., :value_dim]
+    o_BTHV = o_BTHV.astype(v_BSJV.dtype)
     return o_BTHV if sees_BT is None else segments.select_real(o_BTHV, sees_BT)
 
 
-def _capped(q_BTHK, k_BSJK, v_BSJV, mask_B1TS, scale: float, cap: float) -> jax.Array:
+def _capped(q_BTHK, k_BSJK, v_BSJV, mask_B1TS, scale, cap: float) -> jax.Array:
     """Attention with bent logits, in float32 or wider; queries that see nothing give anything."""
     acc = jnp.promote_types(q_BTHK.dtype, jnp.float32)
     (batch, length, heads, key_dim), kv_heads = q_BTHK.shape, k_BSJK.shape[2]
