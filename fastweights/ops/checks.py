@@ -19,7 +19,7 @@ from jax.experimental import checkify
 
 from fastweights.errors import UserError, check
 
-IMPLEMENTATIONS = ("auto", "reference", "scan", "chunked")
+IMPLEMENTATIONS = ("auto", "reference", "scan", "chunked", "pallas")
 CHUNK_SIZES = (16, 32, 64, 128, 256)
 
 

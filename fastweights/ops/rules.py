@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fastweights.ops import channelwise, checks, chunked, reference, scan, segments
+from fastweights.ops.mosaic_gpu import support
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
@@ -51,9 +52,11 @@ def gated_delta_rule(
         real token whose id differs from that of the real token before it.
       chunk_size: tokens per chunk of the chunked forms: 16, 32, 64, 128 or 256. No effect on the
         result beyond rounding.
-      implementation: "auto" (one update for T = 1, otherwise "chunked"), "reference" (token by
-        token), "chunked" (hand-written gradient), or "scan" (chunks joined by an associative scan:
-        more work, but a dependent chain of only log2(T / chunk_size) steps).
+      implementation: "auto" (one update for T = 1, otherwise "pallas" where it can and "chunked"
+        elsewhere), "reference" (token by token), "chunked" (hand-written gradient), "scan" (chunks
+        joined by an associative scan: more work, but a dependent chain of only
+        log2(T / chunk_size) steps), or "pallas" (Hopper GPUs, bfloat16, chunks of 64; falls back
+        to "chunked", and says so once).
 
     Returns:
       (o_BTGV in v's dtype, final state [B, G, K, V] after the last real token). The state and all
@@ -218,6 +221,16 @@ def linear_attention(
     return o_BTGV, (state[..., :-1], state[..., -1])
 
 
+def _takes_kernels(name: str, inputs: Inputs, state, implementation: str, channels: bool) -> bool:
+    """Whether a call goes to the Hopper kernels; says once why not, where that is a loss."""
+    if implementation not in ("auto", "pallas"):
+        return False
+    reason = support.obstacle(*inputs[:3], state, channels=channels)
+    if reason is not None and (implementation == "pallas" or support.on_hopper()):
+        support.say_once(name, reason)
+    return reason is None
+
+
 def _accumulator(*inputs):
     return jnp.promote_types(jnp.result_type(*(x for x in inputs if x is not None)), jnp.float32)
 
@@ -253,6 +266,10 @@ def _run(
     checks.check_range(f"{name}: beta must lie in [0, 2]", inputs[4], low=0, high=2)
     if implementation == "reference" or (implementation == "auto" and length == 1):
         o_BTGV, state = reference.core(*inputs, state, document_BT, scale=factor)
+    elif _takes_kernels(name, inputs, state, implementation, channels):
+        from fastweights.ops.mosaic_gpu import rule  # Pallas takes a while to import
+
+        o_BTGV, state = rule.core(*inputs, state, document_BT, scale=factor)
     else:
         # A chunk longer than the row would only hold padding.
         size = min(chunk_size, max(16, 1 << (length - 1).bit_length()))

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 from fastweights.errors import check
 from fastweights.ops import checks, segments
 
+IMPLEMENTATIONS = ("auto", "reference", "scan", "chunked")
+
 Solver = Callable[[jax.Array, jax.Array, bool], jax.Array]
 
 
@@ -63,7 +65,9 @@ def selective_scan(
       UserError: as `gated_delta_rule`.
     """
     _check_inputs(x_BTD, dt_BTD, A_DN, B_BTN, C_BTN, D, segment_ids)
-    checks.check_options("selective_scan", segment_ids, x_BTD.shape[:2], chunk_size, implementation)
+    checks.check_options(
+        "selective_scan", segment_ids, x_BTD.shape[:2], chunk_size, implementation, IMPLEMENTATIONS
+    )
     (batch, length, channels), states = x_BTD.shape, A_DN.shape[1]
     shape = (batch, channels, states)
     checks.check_state("selective_scan", "initial_state", initial_state, shape)

@@ -1,0 +1,213 @@
+"""First kernel: the gated inverse of every chunk, all chunks side by side.
+
+    A = ((I + strictly_lower(diag(beta) K K^T))^-1 * D) diag(beta),   D_ij = e^(G_i - G_j)
+
+with D masked to j <= i of the same document (`chunked.py` has the algebra). The two diagonal blocks
+of 32 x 32 are inverted by substitution in float32, the block below them by two products,
+
+    X21 = -X22 L21 X11,
+
+of operands split into two bfloat16 numbers (three products each): operands rounded once would cost
+two digits on similar keys, and all of them for beta near 2.
+
+Blocks are persistent: `WARPGROUPS` independent warpgroups a block walk over the chunks, heads
+fastest, and fetch the next keys as soon as K K^T is done.
+
+Shapes: B batch, T tokens, H query/key heads, G value heads, N chunks, C = 64 tokens of a chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from fastweights.ops.mosaic_gpu import substitution
+from fastweights.ops.mosaic_gpu.gates import Gates
+from fastweights.ops.mosaic_gpu.tiles import (
+    BF16,
+    CHUNK,
+    F32,
+    MULTIPROCESSORS,
+    SHARED_MEMORY,
+    along_columns,
+    along_rows,
+    call,
+    digits,
+    fence_reads,
+    hidden_zero,
+    in_layout,
+    indices,
+    issue,
+    multiply,
+    plgpu,
+    power,
+    read,
+    slot,
+    split,
+    tile,
+    transposed,
+    with_sums,
+)
+
+HALF = CHUNK // 2
+
+
+def gated_inverse(
+    k_BTHK: jax.Array, beta_BGNC: jax.Array, gates: Gates, *, simulate: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See the module docstring.
+
+    Args:
+      k_BTHK: bfloat16, T a multiple of 64, K of 64.
+      beta_BGNC: float32.
+      gates: of the same chunks.
+      simulate: run in Pallas' simulator.
+
+    Returns:
+      A_BGNCC in bfloat16, and beta |k|^2 of each token, [B, G, N, C] in float32: where it is above
+      2 the token's transition stretches the state.
+    """
+    batch, _, heads, key_dim = k_BTHK.shape
+    value_heads, chunks = beta_BGNC.shape[1:3]
+    group = value_heads // heads
+    packed = gates.start_BNC is not None
+    total = batch * value_heads * chunks
+    warpgroups = 4 if 4 * _bytes(key_dim) <= SHARED_MEMORY else 3
+    blocks = min(MULTIPROCESSORS, -(-total // warpgroups))
+    stride = blocks * warpgroups
+    # One vector a direction: rows [2, C] of (G, beta), halves [4, C/2] of the same for columns.
+    vectors = jnp.stack([gates.sum_BGNC, beta_BGNC], axis=-2)
+    halves = vectors.reshape(batch, value_heads, chunks, 4, HALF)
+    shape = (CHUNK, HALF)
+    lower_half, upper_half = pl.ds(HALF, HALF), pl.ds(0, HALF)
+
+    def body(block, me, operands, results, scratch):
+        k_ref, vectors_ref, halves_ref, *start_ref = operands
+        A_ref, stretch_ref = results
+        *tiles, vectors_all, halves_all, starts_all, barriers = scratch
+        keys_all = tiles[0]
+        barrier = barriers.at[me]
+        first = block * warpgroups + me
+        count = jax.lax.div(jnp.int32(total - 1 + stride) - first, jnp.int32(stride))
+
+        def place(i):
+            b, n, h = digits(first + i * stride, batch, chunks, value_heads)
+            return b, h, n
+
+        def fetch(i):
+            b, h, n = place(i)
+            here = slot(i, 2)
+            rows = pl.ds(n * CHUNK, CHUNK)
+            copy = plgpu.copy_gmem_to_smem
+            copy(k_ref.at[b, rows, jax.lax.div(h, jnp.int32(group))], keys_all.at[me], barrier)
+            copy(vectors_ref.at[b, h, n], vectors_all.at[me, here], barrier)
+            copy(halves_ref.at[b, h, n], halves_all.at[me, here], barrier)
+            if packed:
+                copy(start_ref[0].at[b, n], starts_all.at[me, here], barrier)
+
+        pl.when(count > 0)(lambda: fetch(jnp.int32(0)))
+
+        @pl.loop(0, count)
+        def _(i):
+            b, h, n = place(i)
+            here = slot(i, 2)
+            plgpu.barrier_wait(barrier)
+            zero = hidden_zero(simulate)
+            keys, columns, X_high, X_low, L_high, L_low = (x.at[me + zero] for x in tiles)
+
+            def row_vector(j):
+                return along_rows(vectors_all.at[me, here, j], shape)
+
+            def column_vector(j):
+                return along_columns(halves_all.at[me, here, j], shape)
+
+            row, column = indices(shape, zero)
+            top = row < HALF
+            row_in_half = jnp.where(top, row, row - HALF)
+
+            def grams(left, right):
+                issue(left, keys, transposed(keys.at[upper_half]))
+                issue(right, keys, transposed(keys.at[lower_half]))
+                return read(left), read(right)
+
+            gram_left, gram_right = with_sums(grams, [shape, shape], simulate)
+            fence_reads(simulate)
+            pl.when(i + 1 < count)(lambda: fetch(i + 1))
+            diagonal = jnp.where(top, gram_left * column_vector(2), gram_right * column_vector(3))
+            upper = in_layout(jnp.where(column > row_in_half, diagonal, 0.0))
+            lengths = in_layout(jnp.where(column == row_in_half, diagonal, 0.0))
+            stretch_ref.at[b, h, n][...] = jnp.sum(lengths, axis=1)
+            # The last chunk's A has left the buffers.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            L_high[...], L_low[...] = split(in_layout(gram_left * row_vector(1)))
+            if simulate:
+                X = substitution.reference(upper)
+            else:
+                X = substitution.invert_blocks(upper, columns, slot(me + i, 4))
+            X = in_layout(X)
+            high, low = split(X)
+            X_high[...], X_low[...] = high, low
+            plgpu.commit_smem()
+            L21_high, L21_low = L_high.at[lower_half], L_low.at[lower_half]
+            terms = [(high, L21_high), (low, L21_high), (high, L21_low)]
+            high, low = split(multiply(terms, shape, simulate))  # rows 32 to 63: X22 L21
+
+            sums = row_vector(0)
+            reach = column <= row_in_half
+
+            def decay(mask, first_column, columns_before):
+                if packed:
+                    start = along_rows(starts_all.at[me, here], shape)
+                    mask = mask & (column + columns_before >= start)
+                return power(mask, sums - column_vector(first_column))
+
+            fence_reads(simulate)
+            right = decay(reach & (row >= HALF), 1, HALF)
+            L_low[...] = in_layout(X * (right * column_vector(3))).astype(BF16)
+            X11_high, X11_low = X_high.at[upper_half], X_low.at[upper_half]
+            terms = [(high, X11_high), (low, X11_high), (high, X11_low)]
+            below = multiply(terms, shape, simulate)
+            left = decay(reach | (row >= HALF), 0, 0)
+            L_high[...] = in_layout(jnp.where(top, X, -below) * (left * column_vector(2))).astype(
+                BF16
+            )
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(L_high, A_ref.at[b, h, n, :, upper_half])
+            plgpu.copy_smem_to_gmem(L_low, A_ref.at[b, h, n, :, lower_half])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    half = tile(warpgroups, CHUNK, HALF, width=HALF)
+    scratch = [
+        tile(warpgroups, CHUNK, key_dim),
+        plgpu.SMEM((warpgroups, substitution.SCRATCH), F32),
+        half,
+        half,
+        half,
+        half,
+        plgpu.SMEM((warpgroups, 2, 2, CHUNK), F32),
+        plgpu.SMEM((warpgroups, 2, 4, HALF), F32),
+        plgpu.SMEM((warpgroups, 2, CHUNK), jnp.int32),
+        plgpu.Barrier(num_arrivals=4 if packed else 3, num_barriers=warpgroups),
+    ]
+    operands = [k_BTHK, vectors, halves]
+    if gates.start_BNC is not None:
+        operands.append(gates.start_BNC)
+    return call(
+        body,
+        operands,
+        name="gated_inverse",
+        out_type=(
+            jax.ShapeDtypeStruct((batch, value_heads, chunks, CHUNK, CHUNK), BF16),
+            jax.ShapeDtypeStruct(beta_BGNC.shape, F32),
+        ),
+        blocks=blocks,
+        threads=warpgroups,
+        scratch=scratch,
+        simulate=simulate,
+    )
+
+
+def _bytes(key_dim: int) -> int:
+    """Shared memory of one warpgroup."""
+    halves = 4 * CHUNK * HALF * 2
+    return CHUNK * key_dim * 2 + 4 * substitution.SCRATCH + halves + 2 * (16 + 4) * CHUNK + 64

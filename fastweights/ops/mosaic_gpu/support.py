@@ -1,0 +1,56 @@
+"""Whether the Hopper kernels can take a call; without Pallas, so that asking costs no import.
+
+Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value dim.
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+
+MAX_KEY_DIM, MAX_VALUE_DIM = 128, 256
+
+
+@functools.cache
+def on_hopper() -> bool:
+    """Whether jax computes on a GPU of compute capability 9.0 (H100, H200)."""
+    return (
+        jax.default_backend() == "gpu"
+        and getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
+    )
+
+
+def obstacle(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTGV: jax.Array,
+    initial_state: jax.Array | None,
+    *,
+    channels: bool,
+) -> str | None:
+    """Why the kernels cannot take a call, in half a sentence; None if they can."""
+    if not on_hopper():
+        return "the kernels run on GPUs of compute capability 9.0"
+    if channels:
+        return "the kernels know no decay per key channel"
+    for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTGV)):
+        if x.dtype != jnp.bfloat16:
+            return f"the kernels take bfloat16, and {name} is {x.dtype}"
+    if initial_state is not None and initial_state.dtype != jnp.float32:
+        return f"the kernels keep a float32 state, and initial_state is {initial_state.dtype}"
+    key_dim, value_dim = q_BTHK.shape[-1], v_BTGV.shape[-1]
+    if key_dim > MAX_KEY_DIM or value_dim > MAX_VALUE_DIM:
+        return (
+            f"the kernels take key dims up to {MAX_KEY_DIM} and value dims up to {MAX_VALUE_DIM}, "
+            f"and these are {key_dim} and {value_dim}"
+        )
+    return None
+
+
+@functools.cache
+def say_once(name: str, reason: str) -> None:
+    """Warns, once for each rule and reason, that a call falls back to XLA."""
+    warnings.warn(
+        f"{name}: runs in chunks as XLA code, for {reason}.", category=UserWarning, stacklevel=5
+    )

@@ -1,0 +1,256 @@
+"""Times the Hopper kernels on one GPU, beside cuDNN attention and our own XLA form in the same run.
+
+    python scripts/bench_kernels.py [--rows S1 S2] [--out results/kernels_h200.txt]
+
+A time is that of CALLS calls chained inside one jit (each waits for the last through a number added
+to an input), divided by CALLS, median of RUNS: launch gaps of a lone call stay out. Milliseconds;
+inputs bfloat16 from a normal distribution, q and k of length 1, gates log(sigmoid(normal + 3))
+unless said.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from fastweights.ops import chunked
+from fastweights.ops.mosaic_gpu import gates as gating
+from fastweights.ops.mosaic_gpu import rule
+from fastweights.ops.mosaic_gpu.backward_local import local_gradients
+from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
+from fastweights.ops.mosaic_gpu.forward import scan_forward
+from fastweights.ops.mosaic_gpu.inverse import gated_inverse
+
+CALLS, RUNS = 10, 5
+DIM = 128
+Inputs = tuple[Any, ...]
+
+
+class Row(NamedTuple):
+    """B x T with H query/key and G value heads; `must` and `goal` are (forward, both) in ms."""
+
+    name: str
+    shape: tuple[int, int, int, int]
+    must: tuple[float, float]
+    goal: tuple[float, float]
+    gates: str | None = "mild"  # "slow" hardly decay; "fresh" are those of a new layer
+    delta: bool = True
+    documents: int = 0
+    xla: bool = False
+
+
+ROWS = (
+    Row("S1", (8, 4096, 16, 16), (0.34, 1.24), (0.25, 0.90), xla=True),
+    Row("S2", (1, 32768, 16, 16), (0.40, 1.25), (0.28, 0.95), xla=True),
+    Row("S2, fresh layer", (1, 32768, 16, 16), (0.40, 1.25), (0.28, 0.95), gates="fresh"),
+    Row("S3", (1, 16384, 16, 32), (0.42, 1.5), (0.28, 1.0)),
+    Row("S2 without decay", (1, 32768, 16, 16), (0.55, 2.0), (0.40, 1.3), gates="slow"),
+    Row("delta rule S1", (8, 4096, 16, 16), (0.36, 1.3), (0.25, 0.90), gates=None),
+    Row("no delta S1", (8, 4096, 16, 16), (0.30, 1.0), (0.20, 0.7), delta=False),
+    Row("packed S1", (8, 4096, 16, 16), (0.374, 1.364), (0.275, 0.99), documents=25),
+)
+
+
+def make(row: Row) -> tuple[Inputs, jax.Array | None, jax.Array]:
+    """Inputs with the initial state last, document numbers, cotangent of the output."""
+    B, T, H, G = row.shape
+    rng = np.random.default_rng(0)
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+
+    def normal(*shape):
+        return jax.random.normal(next(keys), shape, jnp.float32)
+
+    def unit(x):
+        return (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(jnp.bfloat16)
+
+    q, k = unit(normal(B, T, H, DIM)), unit(normal(B, T, H, DIM))
+    v = normal(B, T, G, DIM).astype(jnp.bfloat16)
+    if row.gates == "fresh":
+        rate = jnp.exp(jax.random.uniform(next(keys), (G,), minval=0.0, maxval=np.log(16.0)))
+        step = jnp.exp(
+            jax.random.uniform(next(keys), (G,), minval=np.log(1e-3), maxval=np.log(0.1))
+        )
+        g = -rate * jax.nn.softplus(normal(B, T, G) + jnp.log(jnp.expm1(step)))
+    else:
+        g = jax.nn.log_sigmoid(normal(B, T, G) + 3.0) * (1e-4 if row.gates == "slow" else 1.0)
+    beta = jax.nn.sigmoid(normal(B, T, G))
+    document = None
+    if row.documents:
+        cuts = np.zeros((B, T), np.int32)
+        for line in cuts:
+            line[1 + rng.choice(T - 1, row.documents - 1, replace=False)] = 1
+        document = jnp.asarray(np.cumsum(cuts, axis=1), jnp.int32)
+    state = jnp.zeros((B, G, DIM, DIM), jnp.float32)
+    do = normal(B, T, G, DIM).astype(jnp.bfloat16)
+    return (q, k, v, g if row.gates else None, beta if row.delta else None, state), document, do
+
+
+def milliseconds(call: Callable, inputs: Inputs) -> float:
+    """Time of call(*inputs) -> a number. The last input, a small one, carries the dependence."""
+
+    def chained(inputs):
+        def body(_, zero):
+            return call(*inputs[:-1], inputs[-1] + zero.astype(inputs[-1].dtype)) * 0.0
+
+        return lax.fori_loop(0, CALLS, body, jnp.float32(0))
+
+    compiled = jax.jit(chained).lower(inputs).compile()
+    jax.block_until_ready(compiled(inputs))
+    taken = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(inputs))
+        taken.append(1e3 * (time.perf_counter() - start) / CALLS)
+    return float(np.median(taken))
+
+
+def corner(*tree: Any) -> jax.Array:
+    """A number that needs every array of a tree, so that none is optimised away."""
+    return sum(
+        (x[(0,) * x.ndim].astype(jnp.float32) for x in jax.tree.leaves(tree)), jnp.float32(0)
+    )
+
+
+def with_gradients(op: Callable, do: jax.Array) -> Callable:
+    """inputs -> (output, gradients of all inputs)."""
+
+    def run(*inputs):
+        o, pull = jax.vjp(op, *inputs)
+        return o, pull(do)
+
+    return run
+
+
+def both_times(op: Callable, inputs: Inputs, do: jax.Array) -> tuple[float, float]:
+    """(forward, forward and backward) of op(*inputs) -> output."""
+    both = with_gradients(op, do)
+    return (
+        milliseconds(lambda *x: corner(op(*x)), inputs),
+        milliseconds(lambda *x: corner(both(*x)), inputs),
+    )
+
+
+def temporaries(op: Callable, inputs: Inputs, do: jax.Array) -> float:
+    """GB that XLA sets aside for forward and backward, results not counted."""
+    compiled = jax.jit(with_gradients(op, do)).lower(*inputs).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / 1e9  # type: ignore[union-attr]
+
+
+def print_parts(say: Callable[[str], None]) -> None:
+    """Each kernel alone at S1, and the bytes it must move over its time."""
+    (q, k, v, g, beta, _), _, do = make(ROWS[0])
+    B, _, G, V = v.shape
+    options = dict(simulate=False)
+    gates = jax.jit(lambda g: gating.make_gates(g, None))(g)
+    beta = gating.chunked(beta)
+    A, _ = jax.jit(lambda *x: gated_inverse(*x, **options))(k, beta, gates)
+    states = jnp.zeros((B, G, 1, V, DIM), jnp.float32)
+
+    def forward(save):
+        return lambda q, k, v, A, gates, states: scan_forward(
+            q, k, v, A, gates, states, scale=0.1, save=save, **options
+        )
+
+    _, _, saved = jax.jit(forward(True))(q, k, v, A, gates, states)
+    u, kept, scores = saved
+
+    def reverse(q, k, do, A, scores, gates, states):
+        return scan_backward(q, k, do, A, scores, gates, states, pieces=1, scale=0.1, **options)
+
+    dv, dstates, _ = jax.jit(reverse)(q, k, do, A, scores, gates, states)
+
+    def local(q, k, do, u, dv, kept, dstates, gates, zero):
+        gates = gates._replace(read_BGNC=gates.read_BGNC + zero)
+        return local_gradients(q, k, do, u, dv, kept, dstates, gates, scale=0.1, **options)
+
+    def inverse(k, beta, sums, zero):
+        return gated_inverse(k, beta + zero, gates._replace(sum_BGNC=sums), **options)
+
+    zero = jnp.float32(0)
+    parts = (
+        ("gates", lambda g: gating.make_gates(g, None), (g,)),
+        ("inverse", inverse, (k, beta, gates.sum_BGNC, zero)),
+        ("forward", forward(False), (q, k, v, A, gates, states)),
+        ("forward, saving", forward(True), (q, k, v, A, gates, states)),
+        ("backward scan", reverse, (q, k, do, A, scores, gates, states)),
+        ("backward local", local, (q, k, do, u, dv, kept, dstates, gates, zero)),
+    )  # fmt: skip
+    for name, call, inputs in parts:
+        moved = sum(x.nbytes for x in jax.tree.leaves(inputs))
+        moved += sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(call, *inputs))
+        )
+        taken = milliseconds(lambda *x, call=call: corner(call(*x)), inputs)
+        say(f"{name:<22}{taken:>9.3f}   {moved / 1e6:>6.0f} MB, {moved / taken / 1e9:.2f} TB/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times the Hopper kernels.")
+    parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS])
+    parser.add_argument("--parts", action="store_true", help="also each kernel alone")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    args = parser.parse_args()
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        lines.append(line)
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    say(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}, "
+        f"commit {commit or 'unknown'}; {CALLS} chained calls a jit, median of {RUNS}; ms"
+    )
+    say(
+        f"{'':<22}{'forward':>9}{'must':>7}{'goal':>7}{'fwd+bwd':>10}{'must':>7}{'goal':>7}{'GB':>7}"
+    )
+    for row in ROWS:
+        if args.rows and row.name not in args.rows:
+            continue
+        inputs, document, do = make(row)
+
+        def kernels(*x, document=document):
+            return rule.core(*x, document, scale=DIM**-0.5)[0]
+
+        forward, both = both_times(kernels, inputs, do)
+        memory = temporaries(kernels, inputs, do)
+        say(
+            f"{row.name:<22}{forward:>9.3f}{row.must[0]:>7.2f}{row.goal[0]:>7.2f}"
+            f"{both:>10.3f}{row.must[1]:>7.2f}{row.goal[1]:>7.2f}{memory:>7.2f}"
+        )
+        if row.xla:
+
+            def xla(*x, document=document):
+                return chunked.core(*x, document, scale=DIM**-0.5, chunk_size=64)[0]
+
+            forward_x, both_x = both_times(xla, inputs, do)
+            say(
+                f"{'  our XLA form':<22}{forward_x:>9.3f}{'':>14}{both_x:>10.3f}{'':>14}"
+                f"   {forward_x / forward:.1f} and {both_x / both:.1f} times as long"
+            )
+    if args.parts:
+        print_parts(say)
+    (q, k, v, *_), _, do = make(ROWS[0])
+
+    def attention(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+    forward, both = both_times(attention, (q, k, v), do)
+    say(f"{'cuDNN attention S1':<22}{forward:>9.3f}{'':>14}{both:>10.3f}")
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text("\n".join([f"$ {' '.join(['python', *sys.argv])}", *lines]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
