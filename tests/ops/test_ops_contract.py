@@ -1,4 +1,7 @@
-"""What the recurrent rules promise beside their numbers: dtypes, transforms, memory, errors."""
+"""What every recurrent rule promises beside its numbers: it goes through all of JAX's transforms.
+
+Case 19 of the list in `test_edge_cases.py`. Each transform is held to the plain gradient.
+"""
 
 import functools
 
@@ -7,210 +10,146 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ops_oracle as oracle
-from fastweights import ops
+import ops_family as family
+import tiny_models
+from ops_family import EACH, RULES
 
-NAMES = ("q", "k", "v", "g", "beta")
-
-
-def inputs(T=20, **options):
-    x = oracle.random_inputs(1, T=T, **options)
-    return {name: jnp.asarray(x[name]) for name in (*NAMES, "initial_state")}
+# The forms with a gradient of their own, where there are any.
+PARALLEL = {name: "scan" if RULES[name].letter == "S" else "chunked" for name in EACH}
 
 
-def total(x, **options):
+def inputs(name, T=20):
+    return jax.tree.map(jnp.asarray, family.inputs_of(name, RULES[name].draw(1, T=T)))
+
+
+def total(x, name, **options):
     """A scalar that feels every output."""
-    options = {"chunk_size": 16, "implementation": "chunked"} | options
-    state = x.get("initial_state")
-    o, S = ops.gated_delta_rule(*(x[n] for n in NAMES), initial_state=state, **options)
-    return jnp.sum(jnp.sin(o.astype(S.dtype))) + jnp.sum(jnp.sin(S))
+    options = {"chunk_size": 16, "implementation": PARALLEL[name]} | options
+    o, S = family.call(name, x, **options)
+    return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(S))
+
+
+def gradient(name, **options):
+    return tiny_models.quick_jit(jax.grad(functools.partial(total, name=name, **options)))
+
+
+@functools.cache
+def plain(name):
+    return gradient(name)(inputs(name))
 
 
 def close(got, want, tolerance=2e-5):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want
-    )
+    def compare(a, b):
+        scale = max(1.0, float(np.max(np.abs(b))))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * scale)
+
+    jax.tree.map(compare, got, want)
 
 
-@pytest.mark.parametrize("rule", ("gated_delta_rule", "kimi_delta_rule"))
-def test_float64_stays_float64(rule):
-    with jax.enable_x64(True):
-        x = oracle.random_inputs(2, T=40, channels=rule == "kimi_delta_rule")
-        x = {name: a.astype(np.float64) for name, a in x.items()}
-        for implementation in ("chunked", "reference"):
-
-            @jax.jit
-            def run(x, implementation=implementation):
-                def call(x):
-                    return getattr(ops, rule)(
-                        *(x[n] for n in NAMES),
-                        initial_state=x["initial_state"],
-                        implementation=implementation,
-                    )
-
-                names = (*NAMES, "initial_state")
-                (o, S), vjp = jax.vjp(call, {name: x[name] for name in names})
-                (d,) = vjp((x["do"], x["dS"]))
-                return {"o": o, "S": S} | {f"d{name}": d[name] for name in names}
-
-            got = run(x)
-            assert all(a.dtype == jnp.float64 for a in got.values())
-            oracle.assert_close(got, oracle.recurrence(x), 1e-12)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "rule"),
-    (
-        ("chunked", "gated_delta_rule"),
-        ("scan", "gated_delta_rule"),
-        ("reference", "gated_delta_rule"),
-        ("chunked", "kimi_delta_rule"),
-        ("scan", "kimi_delta_rule"),
-        ("reference", "kimi_delta_rule"),
-    ),
-)
-def test_bfloat16(implementation, rule):
-    """Rounded inputs, float32 inside: as good as the output's own rounding."""
-    x = oracle.random_inputs(3, T=130, channels=rule == "kimi_delta_rule")
-    x = {n: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float32) for n, a in x.items()}
-
-    @jax.jit
-    def run(x):
-        def call(q, k, v, g, beta, S):
-            return getattr(ops, rule)(
-                q, k, v, g, beta, initial_state=S, implementation=implementation
-            )
-
-        narrow = [x[name].astype(jnp.bfloat16) for name in ("q", "k", "v")]
-        (o, S), vjp = jax.vjp(call, *narrow, x["g"], x["beta"], x["initial_state"])
-        d = vjp((x["do"].astype(jnp.bfloat16), x["dS"]))
-        names = (*NAMES, "initial_state")
-        return {"o": o, "S": S} | {f"d{n}": a for n, a in zip(names, d, strict=True)}
-
-    got, want = run(x), oracle.recurrence(x)
-    assert got["o"].dtype == got["dq"].dtype == jnp.bfloat16
-    assert got["S"].dtype == got["dg"].dtype == got["dbeta"].dtype == jnp.float32
-    oracle.assert_close(got, want, 1e-2)
-    for name in ("dg", "dbeta"):
-        a, b = np.ravel(got[name]), np.ravel(want[name])
-        assert np.dot(a, b) / np.linalg.norm(a) / np.linalg.norm(b) > 0.999
-    # Never rounded to 16 bits on the way: far better than bfloat16 could be.
-    gates = ("dg", "dbeta", "S")
-    oracle.assert_close({n: got[n] for n in gates}, {n: want[n] for n in gates}, 1e-5)
-
-
-@pytest.mark.parametrize("implementation", ("chunked", "scan", "reference", "auto"))
-def test_no_initial_state_is_zero_state(implementation):
-    x = inputs()
-    zeros = x | {"initial_state": jnp.zeros_like(x["initial_state"])}
-    del x["initial_state"]
-    options = {"implementation": implementation}
-    got = jax.jit(jax.grad(functools.partial(total, **options)))(x)
-    want = jax.jit(jax.grad(functools.partial(total, **options)))(zeros)
-    close(got, {name: want[name] for name in x})
-
-
-def test_no_tokens():
-    x = inputs(T=0)
-    o, S = ops.gated_delta_rule(*(x[n] for n in NAMES), initial_state=x["initial_state"])
-    assert o.shape == x["v"].shape
-    assert np.array_equal(S, x["initial_state"])
-
-
-def test_one_token_is_one_update_without_a_loop():
-    x = inputs(T=1)
-    jaxpr = str(jax.make_jaxpr(lambda x: total(x, implementation="auto"))(x))
-    assert "while" not in jaxpr and "scan" not in jaxpr
-    close(total(x, implementation="auto"), total(x, implementation="reference"))
-
-
-@pytest.mark.parametrize("split", (1, 16, 37))
-def test_prefill_then_decode_equals_one_run(split):
-    x = inputs(T=40)
-    run = jax.jit(functools.partial(ops.gated_delta_rule, chunk_size=16))
-    whole, S_whole = run(*(x[n] for n in NAMES), initial_state=x["initial_state"])
-    o, S = run(*(x[n][:, :split] for n in NAMES), initial_state=x["initial_state"])
-    parts = [o]
-    for t in range(split, 40):
-        o, S = run(*(x[n][:, t : t + 1] for n in NAMES), initial_state=S)
-        parts.append(o)
-    close(jnp.concatenate(parts, axis=1), whole)
-    close(S, S_whole)
-
-
-def test_vmap():
-    many = jax.tree.map(lambda a: jnp.stack([a, 0.5 * a]), inputs())
-    got = jax.jit(jax.vmap(jax.grad(total)))(many)
-    one = jax.jit(jax.grad(total))
-    want = [one(jax.tree.map(lambda a, i=i: a[i], many)) for i in range(2)]
+@pytest.mark.parametrize("name", EACH)
+def test_vmap(name):
+    x = inputs(name)
+    tokens = RULES[name].tokens
+    many = {n: jnp.stack([a, 0.5 * a]) if n in tokens else a for n, a in x.items()}
+    axes = {n: 0 if n in tokens else None for n in x}
+    value = functools.partial(total, name=name)
+    got = tiny_models.quick_jit(jax.vmap(jax.grad(value), (axes,)))(many)
+    half = {n: 0.5 * a if n in tokens else a for n, a in x.items()}
+    want = (plain(name), gradient(name)(half))
     close(got, jax.tree.map(lambda *a: jnp.stack(a), *want))
 
 
-def test_checkpoint():
-    x = inputs()
-    close(jax.jit(jax.grad(jax.checkpoint(total)))(x), jax.jit(jax.grad(total))(x))
+@pytest.mark.parametrize("name", EACH)
+def test_checkpoint_inside_a_scan_over_layers(name):
+    """Three layers of one op, recomputed in the backward pass, against a plain loop."""
+    x, source = inputs(name), "x" if RULES[name].letter in "MS" else "v"
+    factors = jnp.asarray([0.5, 1.0, 1.5])
+
+    def layer(a, factor):
+        rest = x | {source: factor * a}
+        return a + family.call(name, rest, chunk_size=16, implementation=PARALLEL[name])[0]
+
+    def scanned(a):
+        body = jax.checkpoint(lambda a, factor: (layer(a, factor), None))
+        return jnp.sum(jax.lax.scan(body, a, factors)[0] ** 2)
+
+    def looped(a):
+        for factor in factors:
+            a = layer(a, factor)
+        return jnp.sum(a**2)
+
+    one, two = (tiny_models.quick_jit(jax.grad(f))(x[source]) for f in (scanned, looped))
+    close(one, two, 1e-4)
 
 
-def test_scan_over_layers_equals_a_loop():
-    x = inputs(T=20, H=2, G=2, K=4, V=4)
-    layers = jnp.asarray([0.5, 1.0, 1.5])
+@pytest.mark.parametrize("name", EACH)
+def test_gradient_of_some_inputs_alone(name):
+    """Every second one, so that a rule's gradient is asked for in part."""
+    x = inputs(name)
+    some = {n: a for i, (n, a) in enumerate(x.items()) if i % 2}
 
-    def layer(v, factor):
-        rest = (x["q"], x["k"], v, x["g"], factor * x["beta"])
-        return v + ops.gated_delta_rule(*rest, chunk_size=16)[0]
+    def value(some, x):
+        return total(x | some, name)
 
-    def scanned(v):
-        body = jax.checkpoint(lambda v, factor: (layer(v, factor), None))
-        return jnp.sum(jax.lax.scan(body, v, layers)[0] ** 2)
-
-    def looped(v):
-        for factor in layers:
-            v = layer(v, factor)
-        return jnp.sum(v**2)
-
-    close(jax.jit(jax.grad(scanned))(x["v"]), jax.jit(jax.grad(looped))(x["v"]), 1e-4)
+    close(tiny_models.quick_jit(jax.grad(value))(some, x), {n: plain(name)[n] for n in some})
 
 
-@pytest.mark.parametrize("name", (*NAMES, "initial_state"))
-def test_gradient_of_one_input_alone(name):
-    x = inputs()
-    alone = jax.jit(jax.grad(lambda a: total(x | {name: a})))(x[name])
-    close(alone, jax.jit(jax.grad(total))(x)[name])
-
-
-def test_gradient_through_the_state_alone():
-    x = inputs()
+@pytest.mark.parametrize("name", EACH)
+def test_gradient_through_the_state_alone(name):
+    """The last token feels it too, and what only reads feels nothing."""
+    x = inputs(name)
 
     def last(x):
-        return jnp.sum(
-            ops.gated_delta_rule(*(x[n] for n in NAMES), initial_state=x["initial_state"])[1] ** 2
-        )
+        options = {"chunk_size": 16, "implementation": PARALLEL[name]}
+        return jnp.sum(family.call(name, x, **options)[1] ** 2)
 
-    gradients = jax.jit(jax.grad(last))(x)
-    assert not np.any(gradients["q"])
-    assert all(np.any(gradients[name][:, 0]) for name in ("k", "v", "g", "beta"))
-
-
-def test_memory_grows_linearly():
-    def temporary(length):
-        x = jax.eval_shape(functools.partial(inputs, T=length, B=1, H=1, G=1, K=32, V=32))
-        step = jax.jit(jax.value_and_grad(functools.partial(total, chunk_size=64)))
-        return step.lower(x).compile().memory_analysis().temp_size_in_bytes
-
-    small, large = temporary(2048), temporary(8192)
-    assert large < 4.5 * small
-    # What a token costs at most: a few copies of its inputs, its share of states and inverse.
-    assert large < 8192 * 4 * 1000
+    gradients = tiny_models.quick_jit(jax.grad(last))(x)
+    reads = {"q", "D"} | ({"C"} if RULES[name].letter in "MS" else set())
+    for n, a in gradients.items():
+        assert np.any(a) == (n not in reads), n
+        if n in RULES[name].tokens - reads:
+            assert np.all(np.any(np.asarray(a)[:, [0, -1]], axis=-1)), n
 
 
-def test_a_decay_per_head_equals_its_quadratic_form():
-    """Mamba-2's dual: causal scores times e^(G_i - G_j), without any state."""
-    x = {n: np.asarray(a, np.float64) for n, a in inputs(T=40).items()}
-    o, _ = ops.gated_linear_attention(
-        *(jnp.asarray(x[n], jnp.float32) for n in ("q", "k", "v", "g")), scale=1.0, chunk_size=16
-    )
-    q, k = (np.repeat(x[n], 2, axis=2) for n in "qk")
-    total = np.cumsum(x["g"], axis=1).transpose(0, 2, 1)
-    decay = np.tril(np.exp(np.minimum(total[..., :, None] - total[..., None, :], 0)))
-    scores = np.einsum("bigk,bjgk->bgij", q, k) * decay
-    close(o, np.einsum("bgij,bjgv->bigv", scores, x["v"]), 1e-5)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(n, f) for n, f in family.FORMS if n in ("gated_delta_rule", "selective_scan", "state_space")],
+)
+def test_no_initial_state_is_zero_state(name, form):
+    x = inputs(name)
+    zeros = x | {"initial_state": jnp.zeros_like(x["initial_state"])}
+    del x["initial_state"]
+    options = RULES[name].forms[form]
+    got, want = gradient(name, **options)(x), gradient(name, **options)(zeros)
+    close(got, {n: want[n] for n in x})
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_one_token_is_one_update_without_a_loop(name):
+    x = inputs(name, T=1)
+    value = functools.partial(total, name=name)
+    jaxpr = str(jax.make_jaxpr(functools.partial(value, implementation="auto"))(x))
+    assert "while" not in jaxpr and "scan[" not in jaxpr
+    close(value(x, implementation="auto"), value(x, implementation="reference"))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_decode_updates_a_donated_state_in_place(name):
+    x = inputs(name, T=1)
+    state = x.pop("initial_state")
+
+    def step(state, x):
+        return family.call(name, x | {"initial_state": state})
+
+    want = jax.jit(step)(state, x)
+    donating = jax.jit(step, donate_argnums=0)
+    compiled = donating.lower(state, x).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == state.nbytes
+    close(donating(state, x), want, 1e-6)
+    assert state.is_deleted()
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_runs_are_equal_to_the_bit(name):
+    again = gradient(name)(inputs(name))
+    jax.tree.map(np.testing.assert_array_equal, again, plain(name))
