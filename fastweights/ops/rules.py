@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from fastweights.ops import channelwise, checks, chunked, reference, scan, segments
 from fastweights.ops.mosaic_gpu import support
+from fastweights.ops.varying import vary_alike
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
 
@@ -262,6 +263,7 @@ def _run(
     if segment_ids is not None:
         document_BT, valid_BT = segments.find_documents(segment_ids)
         inputs = jax.tree.map(lambda x: segments.select_real(x, valid_BT), inputs)
+    inputs, state, document_BT = vary_alike((inputs, state, document_BT))
     checks.check_range(f"{name}: g is a log decay and must not be positive", inputs[3], high=0)
     checks.check_range(f"{name}: beta must lie in [0, 2]", inputs[4], low=0, high=2)
     if implementation == "reference" or (implementation == "auto" and length == 1):

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from fastweights.errors import check
 from fastweights.ops import checks, segments
+from fastweights.ops.varying import vary_alike
 
 IMPLEMENTATIONS = ("auto", "reference", "scan", "chunked")
 
@@ -86,7 +87,7 @@ def selective_scan(
     dt_real_BTD = dt_BTD if valid_BT is None else segments.select_real(dt_BTD, valid_BT)
     checks.check_range("selective_scan: dt must not be negative", dt_real_BTD, low=0)
     checks.check_range("selective_scan: A must not be positive", A_DN, high=0)
-    A_DN = A_DN.astype(acc)
+    A_DN, h_BDN, tokens = vary_alike((A_DN.astype(acc), h_BDN, tokens))
     if length == 1:
         # A single token never leaves the document that the state belongs to.
         tokens = _by_time(tokens._replace(begins=None))

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from fastweights.errors import check
 from fastweights.ops import checks, segments
+from fastweights.ops.varying import vary_alike
 
 IMPLEMENTATIONS = ("auto", "reference", "convolution", "scan")
 DISCRETIZATIONS = ("zoh", "bilinear")
@@ -105,13 +106,14 @@ def state_space(
     P = None if P is None else P.astype(pair_type)
     checks.check_range(f"{name}: dt must not be negative", dt_D, low=0)
     checks.check_range(f"{name}: A's real part must not be positive", A_DP.real, high=0)
-    system = _System(dt_D.astype(acc), A_DP, B_DP, C_DP, P, discretization)
-
     u_BTD, document_BT, valid_BT = x_BTD, None, None
     if segment_ids is not None:
         document_BT, valid_BT = segments.find_documents(segment_ids)
         u_BTD = segments.select_real(x_BTD, valid_BT)
-    u_BTD = u_BTD.astype(acc)
+    dt_D, A_DP, B_DP, C_DP, P, u_BTD, h_BDN, document_BT = vary_alike(
+        (dt_D.astype(acc), A_DP, B_DP, C_DP, P, u_BTD.astype(acc), h_BDN, document_BT)
+    )
+    system = _System(dt_D, A_DP, B_DP, C_DP, P, discretization)
     if implementation == "reference" or length == 1:
         y_BTD, h_BDN = _recurrence(system, u_BTD, h_BDN, document_BT, valid_BT)
     elif implementation == "scan" or not stateless:

@@ -46,7 +46,7 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 def _substitute(L_MZZ: jax.Array) -> jax.Array:
     """Row i of the inverse is e_i - sum_(j < i) L_ij row_j."""
     size = L_MZZ.shape[-1]
-    identity = jnp.broadcast_to(jnp.eye(size, dtype=L_MZZ.dtype)[None], L_MZZ.shape)
+    identity = jnp.zeros_like(L_MZZ) + jnp.eye(size, dtype=L_MZZ.dtype)[None]
 
     def body(i, X_MZZ):
         L_MZ = jax.lax.dynamic_index_in_dim(L_MZZ, i, 1, keepdims=False)

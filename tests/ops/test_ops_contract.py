@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import ops_family as family
 import tiny_models
@@ -153,3 +155,37 @@ def test_decode_updates_a_donated_state_in_place(name):
 def test_runs_are_equal_to_the_bit(name):
     again = gradient(name)(inputs(name))
     jax.tree.map(np.testing.assert_array_equal, again, plain(name))
+
+
+@pytest.mark.parametrize("stateful", (True, False))
+@pytest.mark.parametrize("name", EACH)
+def test_rows_and_heads_may_be_cut_over_a_mesh(name, stateful):
+    """Rows over one axis, heads or channels over the other; parameters of a channel with it."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("rows", "heads"))
+    rule, x = RULES[name], inputs(name)
+    matrix = name in family.MATRIX
+
+    def spec(n):
+        if n in rule.tokens:
+            # Mamba's maps B and C serve all channels.
+            return P("rows", None, "heads" if matrix or n in ("x", "dt") else None)
+        if n == "initial_state":
+            return P("rows", "heads")
+        return P("heads")
+
+    if not stateful:
+        del x["initial_state"]
+    specs = {n: spec(n) for n in x}
+
+    def local(x):
+        return family.call(name, x, chunk_size=16, implementation=PARALLEL[name])
+
+    out = (P("rows", None, "heads"), P("rows", "heads"))
+    cut = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out)
+
+    def value(x):
+        o, S = cut(x)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(S))
+
+    want = plain(name) if stateful else gradient(name)(x)
+    close(tiny_models.quick_jit(jax.grad(value))(x), want)
