@@ -31,6 +31,7 @@ from fastweights.mixers import MIXERS, MixerConfigs
 from fastweights.mixers.layers import SwiGLU
 from fastweights.mixers.norms import RMSNorm
 from fastweights.mixers.projections import check_sizes
+from fastweights.ops.segments import select_real
 from fastweights.pattern import Layout, expand
 from fastweights.sharding import constrain
 
@@ -249,7 +250,7 @@ class HybridLM(nnx.Module):
         """The stream after the final norm.
 
         Args:
-          tokens_BT: int token ids; one outside the vocabulary gives NaN.
+          tokens_BT: int token ids; one outside the vocabulary gives NaN, but for padding.
           segment_ids_BT: int document ids of packed rows, 0 for padding; None for one document a
             row.
           positions_BT: position of each token in its document; counted from the ids by default.
@@ -265,6 +266,9 @@ class HybridLM(nnx.Module):
         x_BTD = table_VD.at[tokens_BT].get(
             mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
         )
+        if segment_ids_BT is not None:
+            # Padding may hold any id: NaN there would meet zeros in the gradients of all kernels.
+            x_BTD = select_real(x_BTD, segment_ids_BT != 0)
         x_BTD = constrain(x_BTD, "batch", None, None)
         next_cache = {}
         context = (segment_ids_BT, positions_BT)

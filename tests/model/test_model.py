@@ -161,6 +161,26 @@ def test_tokens_outside_the_vocabulary_are_loud():
     assert np.isnan(logits[1]).all() and np.isnan(logits[2, 1]).all()
 
 
+def test_ids_of_padding_are_nobodys_business():
+    """Any id, even outside the vocabulary where logits would be NaN: the same gradients."""
+    cfg = tiny_models.config("AM", 2)
+    graphdef, _, _ = model.abstract_model(cfg)
+    ids = np.array([[0, 0, 1, 1, 1, 2, 2, 0], [4, 4, 4, 4, 4, 4, 0, 0]], np.int32)
+    tokens = np.where(ids != 0, tiny_models.tokens(ids.shape), 0)
+
+    @tiny_models.quick_jit
+    def gradients(params, tokens):
+        def loss(params):
+            logits, _ = model.bind(graphdef, params)(tokens, segment_ids_BT=ids)
+            return jnp.sum(jnp.where(ids[..., None] != 0, jnp.sin(logits), 0.0))
+
+        return jax.grad(loss)(params)
+
+    params = tiny_models.noisy_params(cfg)
+    zeros, wild = (gradients(params, np.where(ids != 0, tokens, fill)) for fill in (0, -1))
+    jax.tree.map(np.testing.assert_array_equal, zeros, wild)
+
+
 def test_tied_head_is_the_embedding():
     tied = tiny_models.config("L", 1, mlp="none")
     untied = tiny_models.config("L", 1, mlp="none", tie_embeddings=False)
