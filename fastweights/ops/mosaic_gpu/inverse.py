@@ -10,6 +10,12 @@ of 32 x 32 are inverted by substitution in float32, the block below them by two 
 of operands split into two bfloat16 numbers (three products each): operands rounded once would cost
 two digits on similar keys, and all of them for beta near 2.
 
+A is stored in bfloat16, which on its own would cost most of the accuracy that is lost on similar
+keys: there A maps nearly equal rows to nearly nothing, and its rounding does not. So what a column
+lost is given back to one of its entries, `BAND` rows below the diagonal, where entries are small
+and so finely spaced. (Emulated at cosine 0.99, beta 0.95, no decay: the error of the final state
+falls from 1.2e-2 to 4.9e-3, that of dv from 1.6e-2 to 6.9e-3.)
+
 Blocks are persistent: `WARPGROUPS` independent warpgroups a block walk over the chunks, heads
 fastest, and fetch the next keys as soon as K K^T is done.
 
@@ -49,6 +55,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
 )
 
 HALF = CHUNK // 2
+BAND = 4
 
 
 def gated_inverse(
@@ -160,16 +167,22 @@ def gated_inverse(
                     mask = mask & (column + columns_before >= start)
                 return power(mask, sums - column_vector(first_column))
 
+            def rounded(x, columns_before):
+                """bfloat16 with the column sums of float32."""
+                low = x.astype(BF16)
+                missing = jnp.sum(in_layout(x - low.astype(F32)), axis=0)
+                near = (row == column + (columns_before + BAND)) & (x != 0)
+                whole = low.astype(F32) + jax.lax.broadcast_in_dim(missing, shape, [1])
+                return in_layout(jnp.where(near, whole, x)).astype(BF16)
+
             fence_reads(simulate)
             right = decay(reach & (row >= HALF), 1, HALF)
-            L_low[...] = in_layout(X * (right * column_vector(3))).astype(BF16)
+            L_low[...] = rounded(X * (right * column_vector(3)), HALF)
             X11_high, X11_low = X_high.at[upper_half], X_low.at[upper_half]
             terms = [(high, X11_high), (low, X11_high), (high, X11_low)]
             below = multiply(terms, shape, simulate)
             left = decay(reach | (row >= HALF), 0, 0)
-            L_high[...] = in_layout(jnp.where(top, X, -below) * (left * column_vector(2))).astype(
-                BF16
-            )
+            L_high[...] = rounded(jnp.where(top, X, -below) * (left * column_vector(2)), 0)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(L_high, A_ref.at[b, h, n, :, upper_half])
             plgpu.copy_smem_to_gmem(L_low, A_ref.at[b, h, n, :, lower_half])
