@@ -29,15 +29,21 @@ def gradients(letter, dtype, implementation):
     return {jax.tree_util.keystr(path): np.asarray(leaf, np.float64) for path, leaf in leaves}
 
 
-@pytest.mark.parametrize("letter", "GKN")
-def test_parameters_feel_what_the_recurrence_says(letter):
+# What sets decays and steps, whatever a mixer calls it.
+GATES = ("A_log", "dt_bias", "A_imag", "log_dt")
+
+
+@pytest.mark.parametrize(
+    ("letter", "form"), (*((letter, "chunked") for letter in "LDGKNM"), ("S", "convolution"))
+)
+def test_parameters_feel_what_the_recurrence_says(letter, form):
     with jax.enable_x64(True):
         want = gradients(letter, jnp.float64, "reference")
-        got = gradients(letter, jnp.float32, "chunked")
-        rounded = gradients(letter, jnp.bfloat16, "chunked")
+        got = gradients(letter, jnp.float32, form)
+        rounded = gradients(letter, jnp.bfloat16, form)
     for name, exact in want.items():
         scale = np.sqrt(np.mean(exact**2))
         assert np.sqrt(np.mean((got[name] - exact) ** 2)) <= 1e-5 * scale, name
-        if name.endswith(("['A_log']", "['dt_bias']")):
+        if name.endswith(tuple(f"['{gate}']" for gate in GATES)):
             a, b = rounded[name].ravel(), exact.ravel()
             assert a @ b >= 0.999 * np.linalg.norm(a) * np.linalg.norm(b), name

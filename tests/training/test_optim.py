@@ -15,7 +15,7 @@ from fastweights.training import optim
 from fastweights.training.optim import OptimConfig
 
 # Every letter, scanned and in the tail, with an untied head: every parameter name there is.
-CONFIG = tiny_models.config("GAWLDMS", 8, tie_embeddings=False)
+CONFIG = tiny_models.config("GAWLDMSKN", 10, tie_embeddings=False)
 
 
 def abstract_params():
@@ -61,7 +61,7 @@ def test_weight_matrices_are_decayed_and_nothing_else():
     kept = {name.split(".")[-1] for name, value in mask.items() if not value}
     assert decayed == {"kernel", "embedding", "head"}
     system = {"D", "log_dt", "A_imag", "B_real", "B_imag", "C_real", "C_imag", "P_real", "P_imag"}
-    convolutions = {"conv_q", "conv_k", "conv_v", "conv_x", "conv_bias_x"}
+    convolutions = {f"conv_{name}" for name in "qkvx"} | {f"conv_bias_{name}" for name in "qkvx"}
     assert kept == {"scale", "A_log", "dt_bias"} | system | convolutions
 
 
