@@ -169,22 +169,40 @@ def train_flops_per_token(config: ModelConfig, length: int) -> float:
     return 3 * forward_flops_per_token(config, length)
 
 
-def _layer_bytes(config: ModelConfig, letter: str, slots: int, dtype: str) -> int:
-    """Bytes of memory of one layer and sequence: state, convolution inputs, keys and values."""
+def _layer_bytes(config: ModelConfig, letter: str, slots: int, dtype: str) -> dict[str, int]:
+    """Bytes of memory of one layer and sequence by part: "state", "conv" (inputs) and "kv"."""
     c: Any = getattr(config.mixers, letter)
     size = jnp.dtype(dtype).itemsize
     mixer = _mixer(config, letter)
     conv = max(mixer.conv_size - 1, 0) * mixer.conv_channels * size
-    state_size = jnp.promote_types(config.dtype, jnp.float32).itemsize
+    if letter in "AW":
+        return {"state": 0, "conv": conv, "kv": 2 * slots * c.kv_heads * c.head_dim * size}
     if letter in STATE_SPACES:
         channels = c.channels(config.d_model) if letter == "M" else config.d_model
-        return conv + channels * c.d_state * state_size
-    if letter in "AW":
-        return conv + 2 * slots * c.kv_heads * c.head_dim * size
-    state = c.num_heads * c.state_key_dim * c.value_dim
-    if letter == "L" and c.normalize:
-        state += c.num_heads * c.state_key_dim
-    return conv + state * state_size
+        state = channels * c.d_state
+    else:
+        state = c.num_heads * c.state_key_dim * c.value_dim
+        if letter == "L" and c.normalize:
+            state += c.num_heads * c.state_key_dim
+    width = jnp.promote_types(config.dtype, jnp.float32).itemsize
+    return {"state": state * width, "conv": conv, "kv": 0}
+
+
+def layer_bytes(
+    config: ModelConfig, letter: str, context_length: int, dtype: str | None = None
+) -> dict[str, int]:
+    """Bytes in which one layer remembers one sequence of `context_length` tokens.
+
+    Recurrent states are float32; convolution inputs, keys and values are of `dtype`, the compute
+    dtype by default. A window holds no more tokens than the context has. Bookkeeping is left out.
+
+    Returns:
+      Bytes of the recurrent "state", of the inputs that the short convolution reaches back to
+      ("conv") and of keys and values ("kv").
+    """
+    check(context_length >= 0, f"context_length is {context_length}; give a number of tokens.")
+    window = getattr(getattr(config.mixers, letter), "window", context_length)
+    return _layer_bytes(config, letter, min(window, context_length), dtype or config.dtype)
 
 
 def state_bytes(
@@ -192,18 +210,13 @@ def state_bytes(
 ) -> dict[str, int]:
     """Bytes that one sequence of `context_length` tokens has to be remembered in.
 
-    Recurrent states are float32; convolution inputs, keys and values are of `dtype`, the compute
-    dtype by default. A window holds no more tokens than the context has. Bookkeeping is left out.
-
     Returns:
-      Bytes by letter (all its layers together) and "total".
+      Bytes by letter (all its layers together, counted as `layer_bytes` does) and "total".
     """
-    check(context_length >= 0, f"context_length is {context_length}; give a number of tokens.")
-    counts = {}
-    for letter, layers in collections.Counter(config.layout.letters).items():
-        window = getattr(getattr(config.mixers, letter), "window", context_length)
-        slots = min(window, context_length)
-        counts[letter] = layers * _layer_bytes(config, letter, slots, dtype or config.dtype)
+    counts = {
+        letter: layers * sum(layer_bytes(config, letter, context_length, dtype).values())
+        for letter, layers in collections.Counter(config.layout.letters).items()
+    }
     return counts | {"total": sum(counts.values())}
 
 
@@ -218,7 +231,7 @@ def cache_bytes(
     counts = {}
     for letter, layers in collections.Counter(config.layout.letters).items():
         slots = getattr(getattr(config.mixers, letter), "window", max_length)
-        row = _layer_bytes(config, letter, slots, dtype or config.dtype)
+        row = sum(_layer_bytes(config, letter, slots, dtype or config.dtype).values())
         if letter in "AW":
             # A document id a slot; position and document a row.
             row += INT32_BYTES * (slots + 2)

@@ -1,6 +1,6 @@
 """Gathers finished and unfinished runs under a folder into one tidy CSV, a line a run and slice.
 
-    python scripts/collect.py runs/ratio [--eval recall] > ratio.csv
+    python scripts/collect.py runs/ratio [--eval recall,length] > ratio.csv
 
 A run without results of that eval gets one line, whose `status` says how far it came;
 one whose files can't be read gets one line with the status "broken: ..." and the cause.
@@ -13,21 +13,21 @@ import pathlib
 import sys
 from typing import Any
 
-from fastweights import cli, flops, pattern
+from fastweights import cli, evals, flops, pattern
 from fastweights.config import Config
 from fastweights.errors import UserError, check
 from fastweights.training import metrics, run_folder
 
 COLUMNS = (
-    "run", "status", "pattern", "layers", "attention_share", "parameters", "state_bytes", "lr",
-    "seed", "step", "seconds", "eval", "slice", "length", "pairs", "recall", "chance", "nll",
+    "run", "status", "task", "pattern", "layers", "attention_share", "parameters", "state_bytes",
+    "lr", "seed", "step", "seconds", "eval", "slice", "length", "pairs", "recall", "chance", "nll",
 )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=pathlib.Path, help="a run or a folder of runs")
-    parser.add_argument("--eval", default="recall", help="which eval's rows")
+    parser.add_argument("--eval", default="recall", help="the evals whose rows to gather")
     args, rest = cli.parse(parser, argv)
     check(not rest, f"collect reads what is on disk and takes no overrides, got {rest}.")
     rows = collect(args.folder, args.eval)
@@ -37,15 +37,16 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def collect(folder: pathlib.Path, name: str) -> list[dict[str, Any]]:
-    """The CSV's rows, runs in order of their names.
+def collect(folder: pathlib.Path, names: str) -> list[dict[str, Any]]:
+    """The CSV's rows, runs in order of their names and in each the evals in the order of `names`.
 
     Raises:
       UserError: no run in the folder.
     """
     runs = sorted(path.parent for path in folder.glob("**/config.json"))
     check(bool(runs), f"'{folder}' holds no run (no config.json below it); check the path.")
-    return [row for run in runs for row in run_rows_or_cause(folder, run, name)]
+    found = evals.split_names(names)
+    return [row for run in runs for name in found for row in run_rows_or_cause(folder, run, name)]
 
 
 def run_rows_or_cause(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[str, Any]]:
@@ -68,6 +69,7 @@ def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[st
     last = trained[-1] if trained else {"step": 0, "seconds": 0.0}
     common = {
         "run": str(run.relative_to(folder)),
+        "task": config.data.kind,
         "pattern": config.model.pattern,
         "layers": letters,
         "attention_share": pattern.attention_share(letters),

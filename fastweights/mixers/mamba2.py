@@ -105,11 +105,14 @@ class GroupedReadOut(nnx.Module):
         )
 
     def __call__(self, o_BTGV: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        y_BTX = o_BTGV.reshape(*x_BTD.shape[:2], -1)
-        if self.has_gate:
-            y_BTX = y_BTX * jax.nn.silu(self.gate(x_BTD).astype(y_BTX.dtype))
-        y_BTHX = self.norm(y_BTX.reshape(*x_BTD.shape[:2], self.groups, -1))
-        return self.out(y_BTHX.reshape(y_BTX.shape))
+        o_BTX = o_BTGV.reshape(*x_BTD.shape[:2], -1)
+        gate_BTX = self.gate(x_BTD) if self.has_gate else None
+        return self.out(jax.checkpoint(self._gated_norm)(o_BTX, gate_BTX))
+
+    def _gated_norm(self, o_BTX: jax.Array, gate_BTX: jax.Array | None) -> jax.Array:
+        if gate_BTX is not None:
+            o_BTX = o_BTX * jax.nn.silu(gate_BTX.astype(o_BTX.dtype))
+        return self.norm(o_BTX.reshape(*o_BTX.shape[:2], self.groups, -1)).reshape(o_BTX.shape)
 
 
 class Mamba2(RecurrentMixer):

@@ -186,7 +186,12 @@ class RecurrentMixer(nnx.Module):
         del positions_BT
         c = self.config
         B, T, _ = x_BTD.shape
-        qkv, conv = self.qkv(x_BTD, segment_ids_BT, None if cache is None else cache["conv"])
+        # The backward pass keeps the matrix products. What convolution, norm and gate make of them
+        # is as wide as the stream and cheap to compute again.
+        kept = dict(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+        qkv, conv = jax.checkpoint(self.qkv.__call__, **kept)(
+            x_BTD, segment_ids_BT, None if cache is None else cache["conv"]
+        )
         o_BTGV, state = self.memory(
             x_BTD,
             qkv["q"].reshape(B, T, c.qk_heads, c.head_dim),
@@ -195,7 +200,10 @@ class RecurrentMixer(nnx.Module):
             segment_ids_BT,
             None if cache is None else cache["state"],
         )
-        y_BTD = self.read_out(o_BTGV, x_BTD)
+        # Without it the gradient of o is computed anew wherever it is read, from arrays that must
+        # then outlive the memory's whole backward pass.
+        o_BTGV = jax.lax.optimization_barrier(o_BTGV)
+        y_BTD = jax.checkpoint(self.read_out.__call__, **kept)(o_BTGV, x_BTD)
         return y_BTD, None if cache is None else {"state": state, "conv": conv}
 
     def init_cache(self, batch: int, max_length: int, dtype) -> dict[str, Any]:

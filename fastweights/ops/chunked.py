@@ -154,10 +154,13 @@ def _decays(chunks: Chunks) -> Decays:
 
 
 class Saved(NamedTuple):
-    """What the backward pass keeps beside the inputs; all linear in T."""
+    """What the backward pass keeps beside the inputs; all linear in T.
+
+    Without error correction u is v itself and stands as None.
+    """
 
     states_NBHRKV: jax.Array
-    u_NBHRCV: jax.Array
+    u_NBHRCV: jax.Array | None
     inverse_NBHRCC: jax.Array | None
 
 
@@ -188,7 +191,7 @@ def _forward(chunks: Chunks, S_BHRKV, scale: float, passing):
     scores = einsum("nbhik,nbhjk->nbhij", q, k)[:, :, :, None] * within
     o = einsum("nbhrij,nbhrjv->nbhriv", scores, u)
     o = o + read[..., None] * einsum("nbhik,nbhrkv->nbhriv", q, states)
-    return scale * o, S_BHRKV, Saved(states, u, inverse)
+    return scale * o, S_BHRKV, Saved(states, None if beta is None else u, inverse)
 
 
 def _inverse(k, beta):
@@ -209,6 +212,7 @@ def _backward(chunks: Chunks, saved: Saved, scale: float, passing, do, dS_BHRKV)
     """
     q, k, v, g, beta, *_ = chunks
     states, u, inverse = saved
+    u = v if u is None else u
     decays = _decays(chunks)
     within, read, write, keep = decays
     do = scale * do
@@ -377,7 +381,8 @@ def _core_backward(scale, chunk_size, passing, form, residuals, cotangents):
         i, saved = step
         group = _group(inputs, document, plan, i)
         chunks = _chunks(group, chunk_size, acc)
-        do_part = jax.lax.dynamic_slice_in_dim(do, i * plan.tokens, plan.tokens, axis=1)
+        # Where no gradient of v stands yet, that of the output does.
+        do_part = jax.lax.dynamic_slice_in_dim(gradients[2], i * plan.tokens, plan.tokens, axis=1)
         do_part = _cut(do_part, chunk_size, chunks.v_NBHRCV.shape[2:4], acc)
         *parts, dS_BHRKV = form.backward(chunks, saved, scale, passing, do_part, dS_BHRKV)
         gradients = jax.tree.map(
@@ -389,7 +394,8 @@ def _core_backward(scale, chunk_size, passing, form, residuals, cotangents):
         return (dS_BHRKV, gradients), None
 
     dS_BHRKV = dS.reshape(saved.states_NBHRKV.shape[2:])
-    carry = (dS_BHRKV, jax.tree.map(jnp.zeros_like, inputs))
+    dq, dk, _, dg, dbeta = jax.tree.map(jnp.zeros_like, inputs)
+    carry = (dS_BHRKV, (dq, dk, do, dg, dbeta))
     steps = (jnp.arange(plan.count), saved)
     (dS_BHRKV, gradients), _ = jax.lax.scan(body, carry, steps, reverse=True)
     gradients = jax.tree.map(lambda x: x[:, :length], gradients)

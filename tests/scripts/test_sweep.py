@@ -2,6 +2,7 @@
 
 import csv
 import io
+import shutil
 
 import pytest
 
@@ -73,6 +74,19 @@ def test_collect_gives_a_line_a_slice_and_one_for_an_unfinished_run(swept, capsy
     # Keys and values grow with length (2 x 4 heads x 4 wide x 4 bytes a token), a state does not.
     assert state["A", "T16_K3"] == 2 * state["A", "T8_K2"] == 16 * 128
     assert state["L", "T16_K3"] == state["L", "T8_K2"]
+
+
+def test_collect_gathers_several_evals(tmp_path, swept):
+    run = "pattern=L,lr=0.001,seed=0"
+    shutil.copytree(swept[0] / "runs" / run, tmp_path / run)
+    (tmp_path / run / "evals" / "length-4.json").write_text(
+        '{"step": 4, "rows": [{"slice": "T24_K3", "length": 24, "recall": 0.5}]}'
+    )
+    rows = collect.collect(tmp_path, "recall,length")
+    assert [(row["eval"], row["slice"]) for row in rows] == [
+        ("recall", "T8_K2"), ("recall", "T16_K3"), ("length", "T24_K3")
+    ]  # fmt: skip
+    assert {row["task"] for row in rows} == {"mqar"}
 
 
 def test_plot_draws_each_pattern_once(swept, tmp_path, capsys):
