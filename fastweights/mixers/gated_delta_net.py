@@ -9,7 +9,8 @@ are projections of x, one number a value head.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,7 @@ class GatedDeltaNet(RecurrentMixer):
     """The gated delta rule; the protocol is that of `RecurrentMixer`."""
 
     config: GatedDeltaNetConfig
+    rule: ClassVar[Callable] = staticmethod(ops.gated_delta_rule)
 
     def __init__(self, d_model, config, *, dtype, param_dtype, norm_eps, rngs, residual_scale=1.0):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -73,10 +75,14 @@ class GatedDeltaNet(RecurrentMixer):
         self.beta = WriteStrength(
             d_model, config.num_heads, double=config.allow_neg_eigval, **kinds
         )
-        self.decay = LogDecay(d_model, config.num_heads, **kinds)
+        self.decay = self.make_decay(d_model, **kinds)
+
+    def make_decay(self, d_model: int, **kinds: Any) -> Any:
+        """The module from x to the rule's log decays."""
+        return LogDecay(d_model, self.config.num_heads, **kinds)
 
     def memory(self, x_BTD, q_BTHK, k_BTHK, v_BTGV, segment_ids_BT, state) -> tuple[Any, Any]:
-        return ops.gated_delta_rule(
+        return self.rule(
             ops.l2_normalize(q_BTHK),
             ops.l2_normalize(k_BTHK),
             v_BTGV,

@@ -10,7 +10,8 @@ read-out is normalised by head and gated by the sigmoid of another projection of
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +19,17 @@ from flax import nnx
 
 from fastweights import ops
 from fastweights.mixers.decay import initial_log_rate, initial_step_bias
-from fastweights.mixers.delta_net import WriteStrength
+from fastweights.mixers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
 from fastweights.mixers.layers import LowRank
 from fastweights.mixers.projections import ReadOut
-from fastweights.mixers.recurrent import RecurrentConfig, RecurrentMixer
 
 
 @dataclasses.dataclass(frozen=True)
-class KimiDeltaAttentionConfig(RecurrentConfig):
-    """Options of `KimiDeltaAttention`, beside those of every recurrent mixer.
+class KimiDeltaAttentionConfig(GatedDeltaNetConfig):
+    """Options of `KimiDeltaAttention`: those of `GatedDeltaNetConfig`.
 
     The rank of both low-rank projections is `head_dim`, as published.
-
-    Attributes:
-      allow_neg_eigval: beta in (0, 2) instead of (0, 1); see `DeltaNetConfig`.
     """
-
-    allow_neg_eigval: bool = False
 
 
 class ChannelLogDecay(nnx.Module):
@@ -66,18 +61,14 @@ class ChannelLogDecay(nnx.Module):
         return -rate_G1[None, None] * jax.nn.softplus(a_BTGK + bias_GK[None, None])
 
 
-class KimiDeltaAttention(RecurrentMixer):
+class KimiDeltaAttention(GatedDeltaNet):
     """The delta rule with a decay per key channel; the protocol is that of `RecurrentMixer`."""
 
     config: KimiDeltaAttentionConfig
+    rule: ClassVar[Callable] = staticmethod(ops.kimi_delta_rule)
 
-    def __init__(self, d_model, config, *, dtype, param_dtype, norm_eps, rngs, residual_scale=1.0):
-        kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
-        super().__init__(d_model, config, norm_eps=norm_eps, residual_scale=residual_scale, **kinds)
-        self.beta = WriteStrength(
-            d_model, config.num_heads, double=config.allow_neg_eigval, **kinds
-        )
-        self.decay = ChannelLogDecay(d_model, config.num_heads, config.head_dim, **kinds)
+    def make_decay(self, d_model: int, **kinds: Any) -> Any:
+        return ChannelLogDecay(d_model, self.config.num_heads, self.config.head_dim, **kinds)
 
     def make_read_out(self, d_model: int, **kinds: Any) -> Any:
         c = self.config
@@ -89,16 +80,4 @@ class KimiDeltaAttention(RecurrentMixer):
             gate_rank=c.head_dim,
             gate_activation=jax.nn.sigmoid,
             **kinds,
-        )
-
-    def memory(self, x_BTD, q_BTHK, k_BTHK, v_BTGV, segment_ids_BT, state) -> tuple[Any, Any]:
-        return ops.kimi_delta_rule(
-            ops.l2_normalize(q_BTHK),
-            ops.l2_normalize(k_BTHK),
-            v_BTGV,
-            self.decay(x_BTD),
-            self.beta(x_BTD),
-            initial_state=state,
-            segment_ids=segment_ids_BT,
-            **self.op_options,
         )

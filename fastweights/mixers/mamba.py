@@ -9,7 +9,6 @@ share; then h_t = exp(dt A) h_(t-1) + dt B x, y = C h + D x, and the output is o
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from fastweights import ops
+from fastweights.mixers.decay import initial_step_bias
 from fastweights.mixers.layers import Linear
 from fastweights.mixers.projections import QKVProjection, check_sizes
 
@@ -96,9 +96,7 @@ class Mamba(nnx.Module):
         rates_N = jnp.log(jnp.arange(1, N + 1, dtype=acc))
         self.A_log = nnx.Param(jnp.broadcast_to(rates_N[None], (E, N)), logical_axes=(None, None))
         self.D = nnx.Param(jnp.ones((E,), acc), logical_axes=(None,))
-        step_E = jnp.exp(jax.random.uniform(rngs.params(), (E,), acc, *map(math.log, (1e-3, 0.1))))
-        # The inverse of softplus, in the form that keeps its digits for small steps.
-        self.dt_bias = nnx.Param(step_E + jnp.log(-jnp.expm1(-step_E)), logical_axes=(None,))
+        self.dt_bias = nnx.Param(initial_step_bias(rngs.params(), (E,), acc), logical_axes=(None,))
 
     def __call__(
         self,

@@ -8,6 +8,8 @@ from flax import nnx
 
 import tiny_models
 from fastweights.mixers.gated_delta_net import LogDecay
+from fastweights.mixers.kimi_delta_attention import ChannelLogDecay
+from fastweights.mixers.mamba2 import Mamba2Config, Step
 
 D, T = 12, 7
 # float32 runs against float64 equations; layers divide by norms of small vectors.
@@ -209,10 +211,17 @@ def test_bfloat16_parameters_leave_gates_in_float32(letter):
     assert all(x.dtype == jnp.float32 for x in states)
 
 
-def test_gated_delta_net_starts_with_slow_and_fast_decays():
-    decay = LogDecay(D, 512, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
-    rate = np.exp(decay.A_log[...])
-    step = np.asarray(jax.nn.softplus(decay.dt_bias[...]))
+@pytest.mark.parametrize("letter", "GKN")
+def test_decays_start_slow_and_fast(letter):
+    kinds = dict(dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    gates = {
+        "G": lambda: LogDecay(D, 512, **kinds),
+        "K": lambda: ChannelLogDecay(D, 512, 2, **kinds),
+        "N": lambda: Step(D, Mamba2Config(num_heads=512), **kinds),
+    }[letter]()
+    assert gates.dt_bias[...].shape == ((512, 2) if letter == "K" else (512,))
+    rate = np.exp(gates.A_log[...])
+    step = np.asarray(jax.nn.softplus(gates.dt_bias[...]))
     assert 0.01 <= rate.min() < 0.5 and 15.5 < rate.max() <= 16
     assert 1e-3 * 0.999 <= step.min() < 1.2e-3 and 0.08 < step.max() <= 0.1001
     assert abs(np.median(np.log(step)) - np.log(1e-2)) < 0.3  # log-uniform

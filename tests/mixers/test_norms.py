@@ -28,6 +28,15 @@ def test_plain_weight_and_gate_after_the_norm():
     np.testing.assert_allclose(norm(jnp.asarray(X), jnp.asarray(gate)), expected, rtol=1e-5)
 
 
+def test_a_weight_for_each_group_and_another_gate():
+    """As Mamba-2 and Kimi Delta Attention have them; the norm runs over the last axis alone."""
+    norm = GatedRMSNorm((3, 8), eps=1e-6, param_dtype=jnp.float32, activation=jax.nn.sigmoid)
+    scale = np.stack([W, 2 * W, -W])
+    norm.scale[...] = jnp.asarray(scale)
+    expected = UNIT * scale / (1 + np.exp(-X[::-1]))
+    np.testing.assert_allclose(norm(jnp.asarray(X), jnp.asarray(X[::-1])), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("cls", [RMSNorm, GatedRMSNorm])
 def test_bfloat16_inputs_are_summed_in_float32(cls):
     """In bfloat16 the sum of 4096 ones stops growing at 256: 4 times off."""

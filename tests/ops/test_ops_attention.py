@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fastweights import ops
+from fastweights.ops import attention
 
 
 def arrays(seed=0, *, B=2, T=23, S=None, H=6, J=2, K=5, V=7):
@@ -110,6 +111,15 @@ def packed_sees(window=None):
 def test_logit_cap_bends_scores_before_the_mask(window, cap):
     x = arrays()
     check(x, causal(x, window), window=window, logit_cap=cap)
+
+
+def test_logit_cap_never_goes_to_cudnn(monkeypatch):
+    """As on a GPU that would take the call; without a cap it is refused here, on a CPU."""
+    monkeypatch.setattr(attention, "_cudnn_takes", lambda *_: True)
+    x = [jnp.asarray(arrays()[name]) for name in "qkv"]
+    with pytest.raises(Exception, match=r"(?i)cudnn"):
+        ops.softmax_attention(*x)
+    assert np.all(np.isfinite(ops.softmax_attention(*x, logit_cap=1.0)))
 
 
 @pytest.mark.parametrize("window", (None, 1, 3))
