@@ -5,7 +5,9 @@ import math
 import jax
 import pytest
 
+import memory
 import memory_table
+import tiny_models
 from fastweights import config as config_lib
 from fastweights import flops
 from fastweights.errors import UserError
@@ -57,11 +59,14 @@ def test_s4_never_holds_every_pair_of_tokens(implementation):
     assert max(map(math.prod, found)) < length * length
 
 
-# D and G hold less than K, by the same code.
-@pytest.mark.parametrize("letter", "LKNMS")
-def test_training_of_a_linear_mixer_fits_forty_arrays(letter):
-    length = 8192
-    assert 0 < memory_table.training_bytes(letter, length) < 40 * memory_table.array_bytes(length)
+@pytest.mark.parametrize("letter", LINEAR)
+def test_training_memory_of_a_linear_mixer(letter):
+    def compile_at(length):
+        gradient, arguments = memory_table.mixer_gradient(letter, length)
+        return tiny_models.quick_jit(gradient).lower(*arguments).compile()
+
+    assert memory.WIDTH == memory_table.WIDTH
+    memory.assert_linear(compile_at)
 
 
 def rows(size, *lengths, capsys):
