@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import ops_oracle as oracle
@@ -148,6 +149,12 @@ def run(name, x, segment_ids=None, **options):
     """The answer of an op; complex gradients get a last axis of two."""
     out = {n: np.asarray(a) for n, a in _run(x, segment_ids, name=name, **options).items()}
     return {n: np.stack([a.real, a.imag], -1) if np.iscomplexobj(a) else a for n, a in out.items()}
+
+
+def narrowed(name, x):
+    """Rounded to bfloat16 where a rule may be given that; the float32 values of the same."""
+    narrow = {n: jnp.asarray(x[n], jnp.bfloat16) for n in RULES[name].sixteen_bit}
+    return x | narrow, x | {n: np.asarray(a, np.float32) for n, a in narrow.items()}
 
 
 def recurrence(name, x):

@@ -4,8 +4,10 @@ Padding holds NaN.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import tiny_models
 
@@ -42,3 +44,22 @@ def test_any_split_equals_one_run(letter):
         for i in range(T - SPLITS[-1]):
             y, filled = tiny_models.apply(mixer, x_TD[SPLITS + i][:, None], cache=filled)
             np.testing.assert_allclose(y[:, 0], full[0][SPLITS + i], **tolerance)
+
+
+@pytest.mark.parametrize("letter", "AWLDGKNMS")
+def test_decode_writes_into_a_donated_cache(letter):
+    mixer = tiny_models.mixer(letter, D)
+    cache = mixer.init_cache(2, 8, np.float32)
+    graphdef, state = nnx.split(mixer)
+    params, x = nnx.to_pure_dict(state), jnp.ones((2, 1, D))
+
+    def step(cache, params, x):
+        return nnx.merge(graphdef, params)(x, cache=cache)
+
+    want = jax.jit(step)(cache, params, x)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    donating = jax.jit(step, donate_argnums=0)
+    assert donating.lower(cache, params, x).compile().memory_analysis().alias_size_in_bytes == size
+    got = donating(cache, params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got, want)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))

@@ -6,9 +6,9 @@ float32, 1e-2 in bfloat16.
 case                                      test
 1   lengths that are no whole chunks      test_length_off_the_chunk
 2   no tokens, nothing between documents  test_no_tokens, test_packing.py::test_rows_of_padding_...
-3   strong decay                          test_gates[strong_decay, strong_and_mild, one_huge]
+3   strong decay                          test_gates, test_steps, test_states_that_forget_at_once
 4   no decay at all                       test_gates[no_decay], test_no_decay_is_the_rule_without
-5   identical and near-identical keys     test_writes[identical..., near_identical_keys]
+5   identical and near-identical keys     test_writes, in 16 bits test_edges_in_bfloat16
 6   no write, exact overwrite             test_writes[no_write], test_a_full_write_replaces_...
 7   strengths up to 2                     test_writes[reflections], test_identical_keys_reflected
 8   zero keys and queries                 test_writes[zero_keys...], test_zero_keys_under_the_norm
@@ -22,7 +22,7 @@ case                                      test
 16  more than 2^31 numbers                test_shapes.py::test_no_index_spans_a_whole_array
 17  prefill and decode, chunk sizes       mixers/test_prefill_decode.py, test_shapes::test_chunk_...
 18  context parallelism                   not part of this package yet
-19  transforms, donation, determinism     test_ops_contract.py
+19  transforms, donation, determinism     test_ops_contract.py, mixers/test_prefill_decode.py
 20  NaN in padding and empty slots        test_packing.py::test_padding_..., test_ops_attention.py
 
 Softmax attention has its own oracle, in `test_ops_attention.py`.
@@ -97,15 +97,12 @@ def edited(name, edge, seed=3, **sizes):
 
 
 PARALLEL = ("chunked", "scan")
+GATES = (strong_decay, strong_and_mild_decay, one_huge_decay, no_decay)
 
 
 @pytest.mark.parametrize("implementation", PARALLEL)
 @pytest.mark.parametrize("name", GATED)
-@pytest.mark.parametrize(
-    "edge",
-    (strong_decay, strong_and_mild_decay, one_huge_decay, no_decay),
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("edge", GATES, ids=lambda f: f.__name__)
 def test_gates(edge, name, implementation):
     family.check(name, edited(name, edge), implementation=implementation)
 
@@ -227,6 +224,19 @@ WRITES = (
 @pytest.mark.parametrize("edge", WRITES, ids=lambda f: f.__name__)
 def test_writes(edge, name, implementation):
     family.check(name, edited(name, edge), implementation=implementation)
+
+
+IN_BFLOAT16 = [(edge, name) for edge in GATES for name in GATED]
+IN_BFLOAT16 += [(edge, name) for edge in WRITES for name in DELTA]
+
+
+@pytest.mark.parametrize(
+    ("edge", "name"), IN_BFLOAT16, ids=lambda part: getattr(part, "__name__", part)
+)
+def test_edges_in_bfloat16(edge, name):
+    x, wide = family.narrowed(name, edited(name, edge))
+    got = family.run(name, x, implementation="chunked")
+    oracle.assert_close(got, family.recurrence(name, wide), 1e-2)
 
 
 @pytest.mark.parametrize(("beta", "tolerance"), ((1.9, 5e-5), (2.0, 2e-4)))

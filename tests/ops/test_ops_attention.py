@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import tiny_models
 from fastweights import ops
 from fastweights.ops import attention
 
@@ -163,13 +164,49 @@ def test_ids_of_queries_and_keys_are_compared():
     check(x, sees, segment_ids=q_ids, kv_segment_ids=kv_ids, q_positions=q_positions)
 
 
+@pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize("cap", (None, 0.5))
-def test_bfloat16_keeps_its_dtype(cap):
+def test_bfloat16(cap, packed):
+    """Rounded inputs, float32 logits: as good as the rounding of weights and output."""
     x = {name: jnp.asarray(a, jnp.bfloat16) for name, a in arrays().items()}
-    o = ops.softmax_attention(x["q"], x["k"], x["v"], logit_cap=cap)
-    assert o.dtype == jnp.bfloat16
-    want = oracle({n: np.asarray(a, np.float32) for n, a in x.items()}, causal(x), cap=cap)["o"]
-    np.testing.assert_allclose(np.asarray(o, np.float32), want, atol=3e-2)
+    ids = SEGMENTS if packed else None
+
+    @jax.jit
+    def run(x):
+        def call(q, k, v):
+            return ops.softmax_attention(q, k, v, logit_cap=cap, segment_ids=ids)
+
+        o, vjp = jax.vjp(call, x["q"], x["k"], x["v"])
+        return {"o": o} | dict(zip(("dq", "dk", "dv"), vjp(x["do"]), strict=True))
+
+    wide = {name: np.asarray(a, np.float32) for name, a in x.items()}
+    got, want = run(x), oracle(wide, packed_sees() if packed else causal(x), cap=cap)
+    for name, a in got.items():
+        assert a.dtype == jnp.bfloat16
+        error = np.asarray(a, np.float64) - want[name]
+        assert np.sqrt(np.mean(error**2)) <= 1e-2 * np.sqrt(np.mean(want[name] ** 2)), name
+
+
+@pytest.mark.parametrize("cap", (None, 0.5))
+def test_transforms(cap):
+    """vmap, checkpoint inside a scan, part of the gradient, and a second run to the bit."""
+    x = {name: jnp.asarray(arrays()[name]) for name in "qkv"}
+
+    def loss(x):
+        return jnp.sum(jnp.sin(ops.softmax_attention(x["q"], x["k"], x["v"], logit_cap=cap)))
+
+    def scanned(x):
+        body = jax.checkpoint(lambda total, share: (total + share * loss(x), None))
+        return jax.lax.scan(body, 0.0, jnp.asarray([0.25, 0.75]))[0]
+
+    run = tiny_models.quick_jit(jax.grad(loss))
+    want, again = run(x), run(x)
+    many = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), x)
+    mapped = jax.tree.map(lambda a: a[0], tiny_models.quick_jit(jax.vmap(jax.grad(loss)))(many))
+    alone = tiny_models.quick_jit(jax.grad(lambda k: loss(x | {"k": k})))(x["k"])
+    jax.tree.map(np.testing.assert_array_equal, again, want)
+    for got in (mapped, tiny_models.quick_jit(jax.grad(scanned))(x), want | {"k": alone}):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=2e-6), got, want)
 
 
 def test_no_tokens():

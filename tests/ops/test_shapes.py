@@ -26,16 +26,10 @@ def test_value_heads_per_key_head(name, value_heads):
     family.check(name, RULES[name].draw(5, **sizes), implementation="chunked")
 
 
-def narrowed(name, x):
-    """Rounded to bfloat16 where a rule may be given that; the float32 values of the same."""
-    narrow = {n: jnp.asarray(x[n], jnp.bfloat16) for n in RULES[name].sixteen_bit}
-    return x | narrow, x | {n: np.asarray(a, np.float32) for n, a in narrow.items()}
-
-
 @pytest.mark.parametrize("name", MATRIX)
 def test_groups_are_summed_before_rounding(name):
     """Eight value heads add to one key's gradient; in bfloat16 steps the sum would be worse."""
-    x, wide = narrowed(name, RULES[name].draw(6, T=40, H=1, G=8))
+    x, wide = family.narrowed(name, RULES[name].draw(6, T=40, H=1, G=8))
     got, want = family.run(name, x, implementation="chunked"), family.recurrence(name, wide)
     for n in ("dq", "dk"):
         # One rounding: half a unit in the last of 8 bits at worst, 0.29 units in the mean.
@@ -63,7 +57,7 @@ def test_head_dims(name, dims):
 def test_bfloat16(name, form):
     """Rounded inputs, float32 inside: as good as the output's own rounding."""
     rule = RULES[name]
-    x, wide = narrowed(name, rule.draw(3, T=130))
+    x, wide = family.narrowed(name, rule.draw(3, T=130))
     got, want = family.run(name, x, **rule.forms[form]), family.recurrence(name, wide)
     narrow = {"o", *(f"d{n}" for n in rule.sixteen_bit if n != "do")}
     assert all((a.dtype == jnp.bfloat16) == (n in narrow) for n, a in got.items())
