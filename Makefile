@@ -1,17 +1,24 @@
 # Each target makes .venv on first use: with uv when present, else with the newest Python >= 3.12.
-# `make demo` trains a hybrid and its recurrent twin; `make test` runs the CPU tests.
+# `make demo` trains a hybrid and its recurrent twin; `make test` runs the CPU tests; `make test-aot`
+# compiles the GPU kernels for machines that are not here, in a .venv-aot of its own: with compilers
+# for GPUs installed, jax looks for a GPU at each start.
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+AOT := $(VENV)-aot
+AOT_STAMP := $(AOT)/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-aot lint format clean
 
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py --workdir runs/demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-aot: $(AOT_STAMP)
+	$(AOT)/bin/python -m pytest tests/aot
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -23,8 +30,12 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(AOT) runs build dist .pytest_cache .ruff_cache
 
 $(STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
-	sh scripts/make_venv.sh $(VENV)
+	sh scripts/make_venv.sh $(VENV) dev
+	touch $@
+
+$(AOT_STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
+	sh scripts/make_venv.sh $(AOT) dev,aot
 	touch $@

@@ -1,13 +1,14 @@
 #!/bin/sh
-# Makes the virtual environment $1 with the tested versions of constraints.txt.
+# Makes the virtual environment $1 with the extras $2 and the tested versions of constraints.txt.
 # Uses uv when it is installed; else the Python of .python-version, which the tested versions were
 # tested on; else the newest Python >= 3.12 that pyenv or the PATH has.
 set -eu
 venv=$1
+extras=$2
 
 if command -v uv >/dev/null 2>&1; then
     uv venv --allow-existing --python "$(cat .python-version)" "$venv"
-    exec uv pip install --python "$venv/bin/python" -c constraints.txt -e ".[dev]"
+    exec uv pip install --python "$venv/bin/python" -c constraints.txt -e ".[$extras]"
 fi
 
 for candidate in "python$(cat .python-version)" \
@@ -24,4 +25,4 @@ if [ -z "${python:-}" ]; then
 fi
 "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --upgrade pip
-exec "$venv/bin/python" -m pip install --quiet -c constraints.txt -e ".[dev]"
+exec "$venv/bin/python" -m pip install --quiet -c constraints.txt -e ".[$extras]"

@@ -46,7 +46,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
 )
 
 WIDTH = 64  # rows of dS^T a warpgroup
-REGISTERS = (240, 24)  # of a thread that computes, and that copies
+REGISTERS = (232, 40)  # of a thread that computes, and that copies
 
 
 def scan_backward(

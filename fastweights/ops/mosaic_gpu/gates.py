@@ -57,7 +57,7 @@ def make_gates(g_BTG: jax.Array, document_BT: jax.Array | None) -> Gates:
     reads = (document_BNC == carried_BN[..., None])[:, None]
     writes = (document_BNC == last_BN[..., None])[:, None]
     before_BNC = jnp.concatenate([carried_BN[..., None], document_BNC[..., :-1]], axis=-1)
-    place = jnp.arange(CHUNK, dtype=jnp.int32)
+    place = jnp.arange(CHUNK, dtype=jnp.int32)[None, None]
     start_BNC = jax.lax.cummax(jnp.where(document_BNC != before_BNC, place, 0), axis=2)
     return Gates(sum_BGNC, jnp.where(reads, read, 0.0), jnp.where(writes, write, 0.0), start_BNC)
 

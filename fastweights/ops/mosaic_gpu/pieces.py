@@ -247,7 +247,7 @@ def _diagonal(gates: Gates, pieces: int, key_dim: int) -> Transitions:
     keep_BGN = gates.read_BGNC[..., -1]
     batch, heads, chunks = keep_BGN.shape
     keep = jnp.prod(keep_BGN.reshape(batch, heads, pieces, chunks // pieces), axis=-1)
-    return Transitions(*split(keep[..., None, None] * jnp.eye(key_dim, dtype=F32)))
+    return Transitions(*split(jnp.einsum("bgp,ij->bgpij", keep, jnp.eye(key_dim, dtype=F32))))
 
 
 def combine(

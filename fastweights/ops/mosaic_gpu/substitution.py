@@ -159,6 +159,6 @@ def reference(L_transposed: jax.Array) -> jax.Array:
     eye = jnp.eye(HALF, dtype=F32)
     X = jnp.broadcast_to(eye, L.shape)
     for i in range(1, HALF):
-        row = eye[i] - jnp.sum(L[:, i, :, None] * X, axis=1)
+        row = eye[i][None] - jnp.sum(L[:, i, :, None] * X, axis=1)
         X = jnp.concatenate([X[:, :i], row[:, None], X[:, i + 1 :]], axis=1)
     return jnp.reshape(X, (2 * HALF, HALF))

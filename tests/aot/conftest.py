@@ -1,0 +1,37 @@
+"""Compiling for a GPU without one: what the compiler needs to know before it starts."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import topologies
+
+os.environ |= {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # no CUDA libraries are installed
+    "MOSAIC_GPU_DUMP_PTXAS": "1",  # the report of registers and spills
+    "MOSAIC_GPU_DUMP_RESOURCES": "1",  # shared memory
+}
+# A program from the cache would come without its report.
+jax.config.update("jax_enable_compilation_cache", False)
+
+
+@pytest.fixture(scope="session")
+def h200():
+    """A mesh of one H200 that exists only for the compiler."""
+    jax.devices("cpu")  # finds the plugins
+    description = (Path(__file__).parent / "h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(
+        "h200", "cuda", topology="1x1x1", target_config=description
+    )
+    return jax.sharding.Mesh(np.array(topology.devices), ("device",))
+
+
+@pytest.fixture
+def dumps(monkeypatch):
+    """Where the compiler leaves its reports; emptied after the test, for they are large."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", folder)
+        yield Path(folder)

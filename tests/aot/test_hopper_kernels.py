@@ -1,0 +1,133 @@
+"""Every variant of the Hopper kernels compiles for the H200, and spills no register."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from fastweights.ops.mosaic_gpu import pieces as piecing
+from fastweights.ops.mosaic_gpu.backward_local import local_gradients
+from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
+from fastweights.ops.mosaic_gpu.forward import scan_forward
+from fastweights.ops.mosaic_gpu.gates import Gates
+from fastweights.ops.mosaic_gpu.inverse import gated_inverse
+from fastweights.ops.mosaic_gpu.tiles import SHARED_MEMORY
+
+B, T, H, G, N, P = 2, 1024, 2, 4, 16, 4
+
+
+def of(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def single(*shape):
+    return of(*shape, dtype=jnp.float32)
+
+
+def gates(packed):
+    start = of(B, N, 64, dtype=jnp.int32) if packed else None
+    return Gates(single(B, G, N, 64), single(B, G, N, 64), single(B, G, N, 64), start)
+
+
+def plan():
+    return piecing.Plan(*(of(B, G, P, dtype=jnp.int32) for _ in range(3)))
+
+
+def inverse(packed=False, K=128, **_):
+    call = functools.partial(gated_inverse, simulate=False)
+    return call, (of(B, T, H, K), single(B, G, N, 64), gates(packed))
+
+
+def forward(packed=False, save=True, delta=True, K=128, V=128):
+    call = functools.partial(scan_forward, scale=0.1, save=save, simulate=False)
+    qk, A = of(B, T, H, K), of(B, G, N, 64, 64) if delta else None
+    return call, (qk, qk, of(B, T, G, V), A, gates(packed), single(B, G, P, V, K))
+
+
+def states(delta=True, moves=False, K=128, V=128):
+    call = functools.partial(piecing.final_states, simulate=False)
+    v, initial = (None, None) if moves else (of(B, T, G, V), single(B, G, V, K))
+    A = of(B, G, N, 64, 64) if delta else None
+    return call, (of(B, T, H, K), v, A, gates(False), initial, plan())
+
+
+def combine(reverse=False, K=128, V=128):
+    call = functools.partial(piecing.combine, reverse=reverse, simulate=False)
+    moves = piecing.Transitions(of(B, G, P, K, K), of(B, G, P, K, K))
+    return call, (single(B, G, P, V, K), moves, plan(), single(B, G, V, K))
+
+
+def backward(delta=True, ends=False, K=128, V=128):
+    call = functools.partial(scan_backward, pieces=P, scale=0.1, simulate=False)
+    qk, A = of(B, T, H, K), of(B, G, N, 64, 64) if delta else None
+    last = single(B, G, V, K) if ends else single(B, G, P, V, K)
+    head = of(B, G, P, dtype=jnp.int32) if ends else None
+    return call, (qk, qk, of(B, T, G, V), A, of(B, G, N, 64, 64), gates(False), last, head)
+
+
+def local(packed=False, delta=True, K=128, V=128):
+    call = functools.partial(local_gradients, scale=0.1, simulate=False)
+    qk, v, S = of(B, T, H, K), of(B, T, G, V), of(B, G, N, V, K)
+    return call, (qk, qk, v, v, v if delta else None, S, S, gates(packed))
+
+
+VARIANTS = [
+    (inverse, dict()),
+    (inverse, dict(packed=True)),
+    (inverse, dict(K=64)),
+    (forward, dict(save=False)),
+    (forward, dict(save=False, packed=True)),
+    (forward, dict()),
+    (forward, dict(packed=True)),
+    (forward, dict(delta=False)),
+    (forward, dict(delta=False, save=False)),
+    (forward, dict(delta=False, packed=True)),
+    (forward, dict(K=64, V=64)),
+    (forward, dict(V=192, packed=True)),
+    (states, dict()),
+    (states, dict(moves=True)),
+    (states, dict(delta=False)),
+    (combine, dict()),
+    (combine, dict(reverse=True)),
+    (backward, dict()),
+    (backward, dict(ends=True)),
+    (backward, dict(delta=False)),
+    (backward, dict(delta=False, ends=True)),
+    (backward, dict(K=64, V=64)),
+    (local, dict()),
+    (local, dict(packed=True)),
+    (local, dict(delta=False)),
+    (local, dict(K=64, V=64)),
+    (local, dict(V=192)),
+    (local, dict(V=256, packed=True)),
+]
+
+
+# Four tiles of V leave the one warpgroup of `local_gradients` no register to spare.
+SPILLS = {("local_gradients", 256): 16}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options"), VARIANTS, ids=lambda x: x.__name__ if callable(x) else str(x)
+)
+def test_compiles_without_spills(h200, dumps, capsys, kernel, options):
+    call, arguments = kernel(**options)
+    everywhere = NamedSharding(h200, PartitionSpec())
+    with jax.sharding.use_abstract_mesh(h200.abstract_mesh):
+        lowered = jax.jit(call, in_shardings=everywhere, out_shardings=everywhere).lower(*arguments)
+    lowered.compile()
+    (report,) = (path.read_text() for path in dumps.glob("*.ptxas"))
+    (resources,) = (path.read_text() for path in dumps.glob("*.resources.txt"))
+    spilled = max(int(x) for x in re.findall(r"(\d+) bytes spill", report))
+    (registers,) = re.findall(r"Used (\d+) registers", report)
+    (memory,) = re.findall(r"smem_scratch_bytes=(\d+)", resources)
+    with capsys.disabled():
+        print(
+            f"\n{kernel.__name__} {options}: {registers} registers, {spilled} bytes spilled, "
+            f"{int(memory) / 1024:.0f} KiB of shared memory"
+        )
+    assert spilled <= SPILLS.get((call.func.__name__, options.get("V", 128)), 0), report
+    assert int(memory) <= SHARED_MEMORY

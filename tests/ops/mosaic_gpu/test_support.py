@@ -1,0 +1,47 @@
+"""Which calls the Hopper kernels take, and what is said where they do not."""
+
+import jax.numpy as jnp
+import pytest
+
+import fastweights.ops.mosaic_gpu.support as support
+from fastweights import ops
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    support.say_once.cache_clear()
+
+
+def arrays(dtype=jnp.bfloat16, K=64, V=64):
+    return (jnp.ones((1, 20, 1, K), dtype),) * 2 + (jnp.ones((1, 20, 1, V), dtype),)
+
+
+def test_a_call_for_kernels_falls_back_and_says_so_once(recwarn):
+    q, k, v = arrays()
+    want, _ = ops.linear_attention(q, k, v, implementation="chunked")
+    with pytest.warns(UserWarning, match="linear_attention.*compute capability 9.0"):
+        got, _ = ops.linear_attention(q, k, v, implementation="pallas")
+    ops.linear_attention(q, k, v, implementation="pallas")
+    assert (got == want).all() and not recwarn.list
+
+
+def test_auto_says_nothing_where_there_is_no_hopper():
+    ops.linear_attention(*arrays())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "state", "channels", "reason"),
+    [
+        (arrays(), None, False, None),
+        (arrays(V=256), None, False, None),
+        (arrays(jnp.float32), None, False, "q is float32"),
+        (arrays(K=192), None, False, "192 and 64"),
+        (arrays(V=320), None, False, "64 and 320"),
+        (arrays(), jnp.zeros((1, 1, 64, 64), jnp.bfloat16), False, "initial_state is bfloat16"),
+        (arrays(), None, True, "key channel"),
+    ],
+)
+def test_obstacles_on_a_hopper(monkeypatch, arguments, state, channels, reason):
+    monkeypatch.setattr(support, "on_hopper", lambda: True)
+    got = support.obstacle(*arguments, state, channels=channels)
+    assert got is None if reason is None else reason in got
