@@ -1,7 +1,7 @@
 """Checks the Hopper kernels against a float64 token-by-token reference, on one Hopper GPU.
 
-    python scripts/check_kernels.py            # about three minutes on an H200
-    python scripts/check_kernels.py --quick    # a third of the cases
+    python scripts/check_kernels.py                           # about five minutes on an H200
+    python scripts/check_kernels.py --only packed "length"    # some of the cases
 
 Each line is one case: the error of every result and gradient as RMS(error) / RMS(reference). The
 exit code is 1 if any passes its bound: 5e-3 for o and the final state, 8e-3 for dq, dk, dv and the
@@ -54,7 +54,7 @@ S = (2, 512, 2, 2, 128, 128)
 CASES = (
     Case("random", S),
     Case("decay of e^-3 a token", S, shift=3.0),
-    Case("decay of e^-60 a token", S, shift=60.0),
+    Case("decay of e^-40 a token", S, shift=40.0),
     Case("hardly any decay", S, shift=-8.0),
     Case("keys alike, decay", S, cosine=0.99, beta=0.95),
     Case("keys alike, no decay", S, cosine=0.99, beta=0.95, shift=-14.0),
@@ -178,6 +178,10 @@ def check(case: Case) -> tuple[bool, str]:
     run = results(kernels, inputs, cotangents)
     got, again = run(), run()
     errors = {name: relative(got[name], want[name]) for name in want}
+    if case.shift > 30:
+        # What is left of the past is e^-40: the true gradients of g and of the initial state are
+        # below the rounding of any other number, so only nothing is asked of them.
+        errors |= {name: float(np.abs(got[name]).max()) for name in ("dg", "dstate")}
     alike = case.cosine > 0 and case.shift < 0
     bounds = ALIKE if alike else BOUNDS
     good = all(np.isfinite(e) and e <= bounds.get(name, np.inf) for name, e in errors.items())
@@ -192,7 +196,7 @@ def check(case: Case) -> tuple[bool, str]:
         exact = results(twin, single, cotangents)()
         line += f" | float32 {max(relative(exact[name], want[name]) for name in want):.1e}"
     line += "" if same else " | CHANGES FROM RUN TO RUN"
-    return good and same, f"{case.name:<30}{line}"
+    return good and same, line
 
 
 def check_repeatable() -> tuple[bool, str]:
@@ -208,10 +212,10 @@ def check_repeatable() -> tuple[bool, str]:
     same = all(
         bool(jnp.all(x == y)) for _ in range(10) for x, y in zip(first, run(inputs), strict=True)
     )
-    return same, "full size, ten runs, bit for bit"
+    return same, "ten runs, bit for bit"
 
 
-def check_large(name: str, B: int, T: int, H: int) -> tuple[bool, str]:
+def check_large(B: int, T: int, H: int) -> tuple[bool, str]:
     """The last heads of a call that passes a limit against the same heads alone."""
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (B, T, H, 128), jnp.bfloat16) for key in keys)
@@ -221,25 +225,27 @@ def check_large(name: str, B: int, T: int, H: int) -> tuple[bool, str]:
     run = jax.jit(lambda *x: rule.core(*x, None, scale=0.1, pieces=1)[0][-1:, :, -2:])
     whole = run(q, k, v, g, beta, state)
     part = [x[-1:, :, -2:] for x in (q, k, v, g, beta)]
-    return bool(jnp.all(whole == run(*part, state[-1:, -2:]))), f"more than {name}"
+    return bool(jnp.all(whole == run(*part, state[-1:, -2:]))), "as the last heads alone"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Checks the Hopper kernels.")
-    parser.add_argument("--quick", action="store_true", help="every third case only")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name has the text")
     args = parser.parse_args()
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
     start = time.time()
-    calls = [functools.partial(check, case) for case in (CASES[::3] if args.quick else CASES)]
-    calls.append(check_repeatable)
-    calls.append(functools.partial(check_large, "2^31 elements", 1, 2**17, 136))
-    calls.append(functools.partial(check_large, "65,535 blocks", 4200, 64, 16))
+    calls = {case.name: functools.partial(check, case) for case in CASES}
+    calls["full size"] = check_repeatable
+    calls["more than 2^31 elements"] = functools.partial(check_large, 1, 2**17, 136)
+    calls["more than 65,535 blocks"] = functools.partial(check_large, 4200, 64, 16)
+    if args.only:
+        calls = {n: c for n, c in calls.items() if any(text in n for text in args.only)}
     passed = []
     # Compiling takes most of the time, and several programs compile at once.
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for good, line in pool.map(lambda call: call(), calls):
-            print(f"{'ok  ' if good else 'FAIL'} {line}", flush=True)
+        for name, (good, line) in zip(calls, pool.map(lambda f: f(), calls.values()), strict=True):
+            print(f"{'ok  ' if good else 'FAIL'} {name:<30}{line}", flush=True)
             passed.append(good)
     print(f"{sum(passed)} of {len(passed)} pass, {time.time() - start:.0f} s")
     sys.exit(0 if all(passed) else 1)

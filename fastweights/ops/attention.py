@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from fastweights.errors import check
 from fastweights.ops import segments
 from fastweights.ops.checks import check_segments
+from fastweights.ops.mosaic_gpu.support import on_hopper
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 
@@ -171,7 +172,7 @@ def _cudnn_takes(dtype, key_dim: int, value_dim: int) -> bool:
         and dtype in (jnp.bfloat16, jnp.float16)
         and key_dim == value_dim
         and key_dim % 8 == 0
-        and key_dim <= 128
+        and key_dim <= (256 if on_hopper() else 128)
     )
 
 

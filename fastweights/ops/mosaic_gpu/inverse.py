@@ -13,8 +13,9 @@ two digits on similar keys, and all of them for beta near 2.
 A is stored in bfloat16, which on its own would cost most of the accuracy that is lost on similar
 keys: there A maps nearly equal rows to nearly nothing, and its rounding does not. So what a column
 lost is given back to one of its entries, `BAND` rows below the diagonal, where entries are small
-and so finely spaced; not to a row whose beta is far smaller, all of whose entries are. (Emulated at cosine 0.99, beta 0.95, no decay: the error of the final state
-falls from 1.2e-2 to 4.9e-3, that of dv from 1.6e-2 to 6.9e-3.)
+and so finely spaced; but not in a row of far smaller beta, whose entries are all small. (Emulated
+at cosine 0.99, beta 0.95, no decay: the error of the final state falls from 1.2e-2 to 4.9e-3, that
+of dv from 1.6e-2 to 6.9e-3.)
 
 Blocks are persistent: `WARPGROUPS` independent warpgroups a block walk over the chunks, heads
 fastest, and fetch the next keys as soon as K K^T is done.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from fastweights.ops.chunked import MIN_LOG_DECAY
 from fastweights.ops.mosaic_gpu import gates as gating
@@ -89,7 +90,12 @@ def _core(inputs, state_BGVK, document_BT, scale, pieces, simulate) -> Any:
 
 def _core_forward(inputs, state_BGVK, document_BT, scale, pieces, simulate):
     out, prepared, saved = _run(inputs, state_BGVK, document_BT, scale, pieces, True, simulate)
-    return out, _Residuals(inputs, document_BT, prepared, saved)
+
+    def named(tree):
+        # For remat policies: kept, they spare the backward pass the first two kernels.
+        return jax.tree.map(lambda x: checkpoint_name(x, "memory_saved"), tree)
+
+    return named(out), _Residuals(inputs, document_BT, named(prepared), named(saved))
 
 
 def _core_backward(scale, pieces, simulate, residuals: _Residuals, cotangents):
