@@ -4,7 +4,8 @@
         --config.model.remat=dots [--implementation chunked]
 
 The step is the one that `train.py` compiles, on one document a row. `--implementation` sets the
-form of every recurrent mixer, for a comparison. MFU counts the FLOPs of `flops.py`, 3 times forward.
+form of every recurrent mixer, for a comparison. MFU counts the FLOPs of `flops.py`: 3 times the
+forward pass.
 """
 
 import argparse

@@ -4,6 +4,7 @@ Shapes: B batch, T queries, S keys (cache slots in decoding), H query heads, J k
 (H % J == 0, query head h reads key head h // (H // J)), K key dim, V value dim.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -81,17 +82,68 @@ def softmax_attention(
     slots, value_dim = k_BSJK.shape[1], v_BSJV.shape[-1]
     if length == 0 or slots == 0:
         return jnp.zeros((batch, length, heads, value_dim), v_BSJV.dtype)
-    scale = key_dim**-0.5 if scale is None else scale
     dtype = jnp.result_type(q_BTHK, k_BSJK, v_BSJV)
+    backend: Any = implementation
+    if implementation == "auto":
+        backend = "cudnn" if _cudnn_takes(dtype, key_dim, value_dim) else "xla"
+    attend = functools.partial(
+        _attend,
+        scale=key_dim**-0.5 if scale is None else scale,
+        window=window,
+        logit_cap=logit_cap,
+        kv_segment_ids=kv_segment_ids,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        backend=backend,
+    )
+    tensors = tuple(x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV))
+    others = (logit_cap, kv_segment_ids, q_positions, kv_positions)
+    if backend == "cudnn" and segment_ids is not None and all(x is None for x in others):
+        o_BTHV = _without_mask_if_whole(attend, tensors, segment_ids)
+    else:
+        o_BTHV = attend(*tensors, segment_ids=segment_ids)
+    return o_BTHV.astype(v_BSJV.dtype)
 
+
+def _without_mask_if_whole(attend, tensors, segment_ids) -> jax.Array:
+    """Where all rows turn out to be one document each, the mask says nothing and costs much.
+
+    Which it is shows at run time. Checkpointed, for a `cond` keeps the residuals of both branches.
+    """
+    whole = jnp.all((segment_ids != 0) & (segment_ids == segment_ids[:, :1]))
+    plain = functools.partial(attend, segment_ids=None)
+    masked = functools.partial(attend, segment_ids=segment_ids)
+
+    @jax.checkpoint
+    def choose(*tensors):
+        return jax.lax.cond(whole, plain, masked, *tensors)
+
+    return choose(*tensors)
+
+
+def _attend(
+    q,
+    k,
+    v,
+    *,
+    segment_ids,
+    scale,
+    window,
+    logit_cap,
+    kv_segment_ids,
+    q_positions,
+    kv_positions,
+    backend,
+) -> jax.Array:
+    """`softmax_attention` with its checks behind it, on tensors of one dtype."""
+    shape, key_dim, value_dim = (*q.shape[:2], k.shape[1]), q.shape[-1], v.shape[-1]
     # Plain causal attention needs no mask array: cuDNN skips what a causal window hides.
     given = (logit_cap, segment_ids, kv_segment_ids, q_positions, kv_positions)
     plain = all(x is None for x in given)
     mask_B1TS = sees_BT = None
-    q, k, v = (x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV))
     if not plain:
         mask_BTS, filled_BS = _visible(
-            (batch, length, slots), window, segment_ids, kv_segment_ids, q_positions, kv_positions
+            shape, window, segment_ids, kv_segment_ids, q_positions, kv_positions
         )
         mask_B1TS = mask_BTS[:, None]
         sees_BT = jnp.any(mask_BTS, axis=2)
@@ -101,9 +153,6 @@ def softmax_attention(
     if logit_cap is not None and mask_B1TS is not None:
         o_BTHV = _capped(q, k, v, mask_B1TS, scale, logit_cap)
     else:
-        backend: Any = implementation
-        if implementation == "auto":
-            backend = "cudnn" if _cudnn_takes(dtype, key_dim, value_dim) else "xla"
         # dot_product_attention wants one head dim: zero channels change neither logits nor output.
         width = max(key_dim, value_dim)
         o = jax.nn.dot_product_attention(
@@ -115,7 +164,6 @@ def softmax_attention(
             implementation=backend,
         )
         o_BTHV = o[..., :value_dim]
-    o_BTHV = o_BTHV.astype(v_BSJV.dtype)
     return o_BTHV if sees_BT is None else segments.select_real(o_BTHV, sees_BT)
 
 

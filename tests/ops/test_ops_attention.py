@@ -123,6 +123,29 @@ def test_logit_cap_never_goes_to_cudnn(monkeypatch):
     assert np.all(np.isfinite(ops.softmax_attention(*x, logit_cap=1.0)))
 
 
+@pytest.mark.parametrize("ids", (SEGMENTS, np.ones_like(SEGMENTS)), ids=("packed", "whole"))
+def test_rows_of_one_document_need_no_mask_on_a_gpu(monkeypatch, ids):
+    """The choice at run time, with cuDNN's place taken by XLA; values and gradients."""
+    x = [jnp.asarray(arrays()[name]) for name in "qkv"]
+
+    def loss(*x):
+        return jnp.sum(jnp.sin(ops.softmax_attention(*x, segment_ids=jnp.asarray(ids))))
+
+    want = jax.value_and_grad(loss, (0, 1, 2))(*x)
+    masks, original = [], jax.nn.dot_product_attention
+
+    def stand_in(*x, mask, implementation, **options):
+        assert implementation == "cudnn"
+        masks.append(mask is not None)
+        return original(*x, mask=mask, implementation="xla", **options)
+
+    monkeypatch.setattr(attention, "_cudnn_takes", lambda *_: True)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    got = jax.value_and_grad(loss, (0, 1, 2))(*x)
+    assert set(masks) == {True, False}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), got, want)
+
+
 @pytest.mark.parametrize("window", (None, 1, 3))
 @pytest.mark.parametrize("cap", (None, 0.5))
 def test_packed_documents_with_nan_in_padding(window, cap):

@@ -162,6 +162,8 @@ def gated_inverse(
             # Anew: kept from above, the numbers would take registers across the substitution.
             zero = hidden_zero(simulate)
             b, h, n = place(i + zero)
+            here = here + zero
+            X_high, X_low, L_high, L_low = (x.at[me + zero] for x in tiles[2:])
             row, column = indices(shape, zero)
             top = row < HALF
             reach = column <= jnp.where(top, row, row - HALF)
@@ -172,23 +174,27 @@ def gated_inverse(
                     mask = mask & (column + half * HALF >= start)
                 return power(mask, row_vector(0) - column_vector(half))
 
-            def rounded(x, half):
-                """bfloat16 with the column sums of float32."""
+            def rounded(x, half, spare):
+                """bfloat16 with the column sums of float32; `spare` is a tile out of use."""
                 low = x.astype(BF16)
-                missing = jnp.sum(in_layout(x - low.astype(F32)), axis=0)
+                spare[...] = in_layout(x - low.astype(F32)).astype(BF16)
+                plgpu.commit_smem()
+                # By a product with ones: Pallas' own sums over rows share one buffer a block.
+                square = (CHUNK, CHUNK)
+                ones = (indices(square, hidden_zero(simulate))[0] >= 0).astype(BF16)
+                missing = multiply([(in_layout(ones), spare)], shape, simulate)
                 near = (row == column + (half * HALF + BAND)) & (x != 0)
                 near = near & (row_vector(1) >= 0.5 * column_vector(2 + half))
-                whole = low.astype(F32) + jax.lax.broadcast_in_dim(missing, shape, [1])
-                return in_layout(jnp.where(near, whole, x)).astype(BF16)
+                return in_layout(jnp.where(near, low.astype(F32) + missing, x)).astype(BF16)
 
             fence_reads(simulate)
             right = decay(reach & (row >= HALF), 1)
-            L_low[...] = rounded(X * (right * column_vector(3)), 1)
+            L_low[...] = rounded(X * (right * column_vector(3)), 1, L_high)
             X11_high, X11_low = X_high.at[upper_half], X_low.at[upper_half]
             terms = [(high, X11_high), (low, X11_high), (high, X11_low)]
             below = multiply(terms, shape, simulate)
             left = decay(reach | (row >= HALF), 0)
-            L_high[...] = rounded(jnp.where(top, X, -below) * (left * column_vector(2)), 0)
+            L_high[...] = rounded(jnp.where(top, X, -below) * (left * column_vector(2)), 0, X_high)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(L_high, A_ref.at[b, h, n, :, upper_half])
             plgpu.copy_smem_to_gmem(L_low, A_ref.at[b, h, n, :, lower_half])
