@@ -3,7 +3,8 @@
 Gu, Goel and Re 2021 (arXiv:2111.00396) and, for the diagonal form, Gu et al. 2022
 (arXiv:2206.11893): every channel of the stream has its own system of `d_state` states; its output
 passes a GELU and a linear mix of channels, which may be gated. The system ignores what a token
-holds, so training is one convolution; see `ops.state_space` for when it is.
+holds, so a row of one document is one convolution. Packed rows, and so all that the data pipelines
+make, take chunks joined by the state instead, and CPUs always do: see `ops.state_space`.
 """
 
 from __future__ import annotations

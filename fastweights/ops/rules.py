@@ -273,7 +273,8 @@ def _run(
 
         o_BTGV, state = rule.core(*inputs, state, document_BT, scale=factor)
     else:
-        # A chunk longer than the row would only hold padding.
+        # "auto" too: chunks are the fastest form measured with gradients, for every rule
+        # (docs/measurements.md). A chunk longer than the row would only hold padding.
         size = min(chunk_size, max(16, 1 << (length - 1).bit_length()))
         core = scan.core if implementation == "scan" else chunked.core
         form = channelwise.CHANNEL_DECAY if channels else chunked.SCALAR_DECAY

@@ -74,7 +74,8 @@ def state_space(
         from a state nor at a document's first token, so it takes no initial_state and no
         segment_ids), "scan" (chunk by chunk: inside a chunk a masked product with the kernel,
         between chunks the state), "reference" (token by token), or "auto": one update for T = 1,
-        the scan form for packed or stateful calls, otherwise the convolution.
+        the scan form for packed or stateful calls and on CPUs, where it was measured to be no
+        slower (docs/measurements.md), otherwise the convolution.
 
     Returns:
       (y_BTD in x's dtype, final state, real [B, D, N], after the last real token). The state and
@@ -116,13 +117,24 @@ def state_space(
     system = _System(dt_D, A_DP, B_DP, C_DP, P, discretization)
     if implementation == "reference" or length == 1:
         y_BTD, h_BDN = _recurrence(system, u_BTD, h_BDN, document_BT, valid_BT)
-    elif implementation == "scan" or not stateless:
-        size = min(chunk_size, max(16, 1 << (length - 1).bit_length()))
-        y_BTD, h_BDN = _scan(system, u_BTD, h_BDN, document_BT, valid_BT, size)
     else:
-        y_BTD = _convolve(u_BTD, _kernel(system, length))
-        # Compiled away where nobody asks for it.
-        h_BDN = _scan(system, u_BTD, h_BDN, None, None, chunk_size)[1]
+        size = min(chunk_size, max(16, 1 << (length - 1).bit_length()))
+
+        def scan(u_BTD):
+            return _scan(system, u_BTD, h_BDN, document_BT, valid_BT, size)
+
+        def convolve(u_BTD):
+            return _convolve(u_BTD, _kernel(system, length))
+
+        # Of the scan only what somebody asks for is kept: here the state alone, if that.
+        y_BTD, last_BDN = scan(u_BTD)
+        if implementation == "convolution":
+            y_BTD = convolve(u_BTD)
+        elif implementation == "auto" and stateless:
+            y_BTD = jax.lax.platform_dependent(
+                u_BTD, cpu=lambda u_BTD: scan(u_BTD)[0], default=convolve
+            )
+        h_BDN = last_BDN
     if D is not None:
         y_BTD = y_BTD + D.astype(acc)[None, None] * u_BTD
     if valid_BT is not None:
