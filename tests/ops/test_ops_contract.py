@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import ops_family as family
+import ops_oracle as oracle
 import tiny_models
 from ops_family import EACH, RULES
 
@@ -31,8 +32,9 @@ def total(x, name, **options):
     return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.sin(S))
 
 
-def gradient(name, **options):
-    return tiny_models.quick_jit(jax.grad(functools.partial(total, name=name, **options)))
+@functools.cache
+def gradient(name):
+    return tiny_models.quick_jit(jax.grad(functools.partial(total, name=name)))
 
 
 @functools.cache
@@ -113,17 +115,16 @@ def test_gradient_through_the_state_alone(name):
             assert np.all(np.any(np.asarray(a)[:, [0, -1]], axis=-1)), n
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [(n, f) for n, f in family.FORMS if n in ("gated_delta_rule", "selective_scan", "state_space")],
-)
-def test_no_initial_state_is_zero_state(name, form):
-    x = inputs(name)
-    zeros = x | {"initial_state": jnp.zeros_like(x["initial_state"])}
-    del x["initial_state"]
-    options = RULES[name].forms[form]
-    got, want = gradient(name, **options)(x), gradient(name, **options)(zeros)
-    close(got, {n: want[n] for n in x})
+STARTS = [("gated_delta_rule", form) for form in ("chunked", "scan", "reference")]
+STARTS += [("selective_scan", "chunked"), ("selective_scan", "scan"), ("state_space", "scan")]
+
+
+@pytest.mark.parametrize(("name", "implementation"), STARTS)
+def test_no_initial_state_is_zero_state(name, implementation):
+    x = RULES[name].draw(1, T=20)
+    want = family.recurrence(name, x | {"initial_state": np.zeros_like(x["initial_state"])})
+    del x["initial_state"], want["dinitial_state"]
+    oracle.assert_close(family.run(name, x, implementation=implementation), want)
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -157,8 +158,11 @@ def test_runs_are_equal_to_the_bit(name):
     jax.tree.map(np.testing.assert_array_equal, again, plain(name))
 
 
-@pytest.mark.parametrize("stateful", (True, False))
-@pytest.mark.parametrize("name", EACH)
+CUTS = [(name, True) for name in EACH]
+CUTS += [("gated_delta_rule", False), ("selective_scan", False)]
+
+
+@pytest.mark.parametrize(("name", "stateful"), CUTS)
 def test_rows_and_heads_may_be_cut_over_a_mesh(name, stateful):
     """Rows over one axis, heads or channels over the other; parameters of a channel with it."""
     mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("rows", "heads"))
