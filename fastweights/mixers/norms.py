@@ -9,16 +9,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from fastweights.ops.weights import spread
+
 
 def _normalise(x: jax.Array, eps: float) -> jax.Array:
     """`x / rms(x)` over the last axis, in at least float32."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-
-
-def _spread(scale: jax.Array, like: jax.Array) -> jax.Array:
-    """The per-channel weight with the rank and dtype of `like`."""
-    return scale.astype(like.dtype).reshape((1,) * (like.ndim - scale.ndim) + scale.shape)
 
 
 class RMSNorm(nnx.Module):
@@ -34,7 +31,7 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = _normalise(x, self.eps)
-        return (y * (1 + _spread(self.scale[...], y))).astype(x.dtype)
+        return (y * (1 + spread(self.scale[...].astype(y.dtype), y.shape))).astype(x.dtype)
 
 
 class GatedRMSNorm(nnx.Module):
@@ -56,7 +53,7 @@ class GatedRMSNorm(nnx.Module):
     def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """Normalises `x` [..., V]; `gate` has its shape, or is None for no gate."""
         y = _normalise(x, self.eps)
-        y = y * _spread(self.scale[...], y)
+        y = y * spread(self.scale[...].astype(y.dtype), y.shape)
         if gate is not None:
             y = y * self.activation(gate.astype(y.dtype))
         return y.astype(x.dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from fastweights.errors import check
 from fastweights.ops import segments
 from fastweights.ops.checks import check_segments
+from fastweights.ops.weights import spread
 
 
 def short_convolution(
@@ -103,9 +104,9 @@ def _weighted_sum(extended_BED, w_WD, bias_D, index_BE, activation) -> jax.Array
         if index_BE is not None and i < taps - 1:
             same_BT = index_BE[:, i : i + length] == index_BE[:, taps - 1 :]
             tap_BTD = segments.select_real(tap_BTD, same_BT)
-        terms.append(tap_BTD * w_WD[i][None, None, :].astype(acc))
+        terms.append(tap_BTD * spread(w_WD[i].astype(acc), tap_BTD.shape))
     if bias_D is not None:
-        terms.append(bias_D[None, None, :].astype(acc))
+        terms.append(spread(bias_D.astype(acc), terms[0].shape))
     total = sum(terms[1:], terms[0])
     return jax.nn.silu(total) if activation == "silu" else total
 
