@@ -9,6 +9,7 @@ unless said.
 """
 
 import argparse
+import functools
 import subprocess
 import sys
 import time
@@ -21,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fastweights.ops import chunked
+from fastweights.ops import chunked, reference
+from fastweights.ops.mosaic_gpu import decode, rule
 from fastweights.ops.mosaic_gpu import gates as gating
-from fastweights.ops.mosaic_gpu import rule
 from fastweights.ops.mosaic_gpu.backward_local import local_gradients
 from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
 from fastweights.ops.mosaic_gpu.forward import scan_forward
@@ -57,6 +58,8 @@ ROWS = (
     Row("no delta S1", (8, 4096, 16, 16), (0.30, 1.0), (0.20, 0.7), delta=False),
     Row("packed S1", (8, 4096, 16, 16), (0.374, 1.364), (0.275, 0.99), documents=25),
 )
+
+DECODE = Row("decode step, batch 64", (64, 1, 16, 32), (0.10, 0.10), (0.075, 0.075))
 
 
 def make(row: Row) -> tuple[Inputs, jax.Array | None, jax.Array]:
@@ -103,13 +106,36 @@ def milliseconds(call: Callable, inputs: Inputs) -> float:
         return lax.fori_loop(0, CALLS, body, jnp.float32(0))
 
     compiled = jax.jit(chained).lower(inputs).compile()
-    jax.block_until_ready(compiled(inputs))
+    return median(lambda: compiled(inputs))
+
+
+def median(run: Callable) -> float:
+    """Milliseconds of one of the CALLS calls in run(), after one run to warm up."""
+    jax.block_until_ready(run())
     taken = []
     for _ in range(RUNS):
         start = time.perf_counter()
-        jax.block_until_ready(compiled(inputs))
+        jax.block_until_ready(run())
         taken.append(1e3 * (time.perf_counter() - start) / CALLS)
     return float(np.median(taken))
+
+
+def steps(step: Callable, inputs: Inputs, state: jax.Array) -> Any:
+    """(last output, state) of CALLS tokens, each from the state that the last one left."""
+    o = jnp.zeros_like(inputs[2])
+    return lax.fori_loop(0, CALLS, lambda _, x: step(*inputs, x[1]), (o, state))
+
+
+def step_time(step: Callable, inputs: Inputs) -> float:
+    """Time of step(*inputs) -> (output, state), where the state is the last input and donated."""
+    run = jax.jit(functools.partial(steps, step), donate_argnums=1)
+    state = [inputs[-1].copy()]
+
+    def again():
+        o, state[0] = run(inputs[:-1], state[0])
+        return o, state[0]
+
+    return median(again)
 
 
 def corner(*tree: Any) -> jax.Array:
@@ -142,6 +168,20 @@ def temporaries(op: Callable, inputs: Inputs, do: jax.Array) -> float:
     """GB that XLA sets aside for forward and backward, results not counted."""
     compiled = jax.jit(with_gradients(op, do)).lower(*inputs).compile()
     return compiled.memory_analysis().temp_size_in_bytes / 1e9  # type: ignore[union-attr]
+
+
+def print_decode(say: Callable[[str], None]) -> None:
+    """One token: the kernel and the XLA form, and the state read and written over the time."""
+    inputs, _, _ = make(DECODE)
+    scale = DIM**-0.5
+    moved = 2 * inputs[-1].nbytes
+    taken = step_time(functools.partial(decode.core, scale=scale), inputs)
+    say(
+        f"{DECODE.name:<22}{taken:>9.3f}{DECODE.must[0]:>7.2f}{DECODE.goal[0]:>7.3f}"
+        f"   {moved / 1e6:.0f} MB, {moved / taken / 1e9:.2f} TB/s"
+    )
+    xla = step_time(lambda *x: reference.core(*x, None, scale=scale), inputs)
+    say(f"{'  our XLA form':<22}{xla:>9.3f}{'':>14}   {xla / taken:.1f} times as long")
 
 
 def print_parts(say: Callable[[str], None]) -> None:
@@ -194,7 +234,7 @@ def print_parts(say: Callable[[str], None]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Times the Hopper kernels.")
-    parser.add_argument("--rows", nargs="+", choices=[row.name for row in ROWS])
+    parser.add_argument("--rows", nargs="+", choices=[row.name for row in (*ROWS, DECODE)])
     parser.add_argument("--parts", action="store_true", help="also each kernel alone")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     args = parser.parse_args()
@@ -238,6 +278,8 @@ def main() -> None:
                 f"{'  our XLA form':<22}{forward_x:>9.3f}{'':>14}{both_x:>10.3f}{'':>14}"
                 f"   {forward_x / forward:.1f} and {both_x / both:.1f} times as long"
             )
+    if not args.rows or DECODE.name in args.rows:
+        print_decode(say)
     if args.parts:
         print_parts(say)
     (q, k, v, *_), _, do = make(ROWS[0])

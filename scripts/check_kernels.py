@@ -27,7 +27,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from fastweights.ops import chunked, reference  # noqa: E402
-from fastweights.ops.mosaic_gpu import rule  # noqa: E402
+from fastweights.ops.mosaic_gpu import decode, rule  # noqa: E402
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dstate")
 BOUNDS = dict(o=5e-3, state=5e-3, dq=8e-3, dk=8e-3, dv=8e-3, dstate=8e-3, dg=2e-2, dbeta=2e-2)
@@ -74,7 +74,11 @@ CASES = (
     Case("no delta", S, delta=False),
     Case("no delta, packed", S, delta=False, documents=9, shift=-3.0),
     Case("no delta, no decay", S, delta=False, gated=False),
-    *(Case(f"length {n}", (2, n, 2, 2, 128, 128)) for n in (1, 63, 64, 65, 1000, 4096)),
+    *(Case(f"length {n}", (2, n, 2, 2, 128, 128)) for n in (63, 64, 65, 1000, 4096)),
+    Case("one token", (3, 1, 2, 4, 128, 128)),
+    Case("one token, head dims 64, 256", (3, 1, 2, 2, 64, 256)),
+    Case("one token, delta rule", (3, 1, 2, 2, 128, 128), gated=False),
+    Case("one token, no delta", (3, 1, 2, 2, 128, 64), delta=False),
     Case("one piece", (1, 2048, 2, 2, 128, 128), shift=-3.0, pieces=1),
     Case("pieces, decay", (1, 4096, 2, 4, 128, 128), pieces=8),
     Case("pieces, slow decay", (1, 2048, 2, 2, 128, 128), shift=-6.0, pieces=8),
@@ -165,6 +169,8 @@ def check(case: Case) -> tuple[bool, str]:
     scale = case.shape[4] ** -0.5
 
     def kernels(*x):
+        if case.shape[1] == 1:
+            return decode.core(*x, scale=scale)
         return rule.core(*x, document, scale=scale, pieces=case.pieces)
 
     def twin(*x):

@@ -56,8 +56,8 @@ def gated_delta_rule(
       implementation: "auto" (one update for T = 1, otherwise "pallas" where it can and "chunked"
         elsewhere), "reference" (token by token), "chunked" (hand-written gradient), "scan" (chunks
         joined by an associative scan: more work, but a dependent chain of only
-        log2(T / chunk_size) steps), or "pallas" (Hopper GPUs, bfloat16, chunks of 64; falls back
-        to "chunked", and says so once).
+        log2(T / chunk_size) steps), or "pallas" (Hopper GPUs, bfloat16, chunks of 64, and at T = 1
+        float32 too; falls back to "chunked" or at T = 1 to "reference", and says so once).
 
     Returns:
       (o_BTGV in v's dtype, final state [B, G, K, V] after the last real token). The state and all
@@ -227,7 +227,8 @@ def _takes_kernels(name: str, inputs: Inputs, state, implementation: str, channe
     if implementation not in ("auto", "pallas"):
         return False
     reason = support.obstacle(*inputs[:3], state, channels=channels)
-    if reason is not None and (implementation == "pallas" or support.on_hopper()):
+    a_loss = support.on_hopper() and inputs[0].shape[1] > 1
+    if reason is not None and (implementation == "pallas" or a_loss):
         support.say_once(name, reason)
     return reason is None
 
@@ -266,12 +267,15 @@ def _run(
     inputs, state, document_BT = vary_alike((inputs, state, document_BT))
     checks.check_range(f"{name}: g is a log decay and must not be positive", inputs[3], high=0)
     checks.check_range(f"{name}: beta must lie in [0, 2]", inputs[4], low=0, high=2)
-    if implementation == "reference" or (implementation == "auto" and length == 1):
-        o_BTGV, state = reference.core(*inputs, state, document_BT, scale=factor)
-    elif _takes_kernels(name, inputs, state, implementation, channels):
-        from fastweights.ops.mosaic_gpu import rule  # Pallas takes a while to import
+    if _takes_kernels(name, inputs, state, implementation, channels):
+        from fastweights.ops.mosaic_gpu import decode, rule  # Pallas takes a while to import
 
-        o_BTGV, state = rule.core(*inputs, state, document_BT, scale=factor)
+        if length == 1:
+            o_BTGV, state = decode.core(*inputs, state, scale=factor)
+        else:
+            o_BTGV, state = rule.core(*inputs, state, document_BT, scale=factor)
+    elif implementation == "reference" or (length == 1 and implementation in ("auto", "pallas")):
+        o_BTGV, state = reference.core(*inputs, state, document_BT, scale=factor)
     else:
         # "auto" too: chunks are the fastest form measured with gradients, for every rule
         # (docs/measurements.md). A chunk longer than the row would only hold padding.

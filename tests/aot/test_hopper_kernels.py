@@ -1,6 +1,7 @@
 """Every variant of the Hopper kernels compiles for the H200, and spills no register."""
 
 import functools
+import math
 import re
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fastweights.ops.mosaic_gpu import pieces as piecing
 from fastweights.ops.mosaic_gpu.backward_local import local_gradients
 from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
+from fastweights.ops.mosaic_gpu.decode import update_state
 from fastweights.ops.mosaic_gpu.forward import scan_forward
 from fastweights.ops.mosaic_gpu.gates import Gates
 from fastweights.ops.mosaic_gpu.inverse import gated_inverse
@@ -74,6 +76,13 @@ def local(packed=False, delta=True, K=128, V=128):
     return call, (qk, qk, v, v, v if delta else None, S, S, gates(packed))
 
 
+def decode(decay=True, delta=True, K=128, V=128, dtype=jnp.bfloat16):
+    call = functools.partial(update_state, scale=0.1, simulate=False)
+    qk, gate = of(B, 1, H, K, dtype=dtype), single(B, 1, G)
+    v, gates = of(B, 1, G, V, dtype=dtype), (gate if decay else None, gate if delta else None)
+    return call, (qk, qk, v, *gates, single(B, G, K, V))
+
+
 VARIANTS = [
     (inverse, dict()),
     (inverse, dict(packed=True)),
@@ -103,7 +112,20 @@ VARIANTS = [
     (local, dict(K=64, V=64)),
     (local, dict(V=192)),
     (local, dict(V=256, packed=True)),
+    (decode, dict()),
+    (decode, dict(dtype=jnp.float32)),
+    (decode, dict(decay=False)),
+    (decode, dict(delta=False)),
+    (decode, dict(decay=False, delta=False)),
+    (decode, dict(K=64, V=64)),
 ]
+
+
+def compiled(mesh, call, arguments, **options):
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        jitted = jax.jit(call, in_shardings=everywhere, out_shardings=everywhere, **options)
+        return jitted.lower(*arguments).compile()
 
 
 # Four tiles of V leave the one warpgroup of `local_gradients` no register to spare.
@@ -115,10 +137,7 @@ SPILLS = {("local_gradients", 256): 16}
 )
 def test_compiles_without_spills(h200, dumps, capsys, kernel, options):
     call, arguments = kernel(**options)
-    everywhere = NamedSharding(h200, PartitionSpec())
-    with jax.sharding.use_abstract_mesh(h200.abstract_mesh):
-        lowered = jax.jit(call, in_shardings=everywhere, out_shardings=everywhere).lower(*arguments)
-    lowered.compile()
+    compiled(h200, call, arguments)
     (report,) = (path.read_text() for path in dumps.glob("*.ptxas"))
     (resources,) = (path.read_text() for path in dumps.glob("*.resources.txt"))
     spilled = max(int(x) for x in re.findall(r"(\d+) bytes spill", report))
@@ -131,3 +150,19 @@ def test_compiles_without_spills(h200, dumps, capsys, kernel, options):
         )
     assert spilled <= SPILLS.get((call.func.__name__, options.get("V", 128)), 0), report
     assert int(memory) <= SHARED_MEMORY
+
+
+def test_decoding_in_a_loop_keeps_one_state(h200, dumps):
+    """A donated state is updated where it lies: no second one, and none copied in the loop."""
+    call, (*inputs, state) = decode()
+
+    def tokens(state, *inputs):
+        def step(_, x):
+            return call(*inputs, x[1])
+
+        return jax.lax.fori_loop(0, 4, step, (jnp.zeros_like(inputs[2]), state))
+
+    memory = compiled(h200, tokens, (state, *inputs), donate_argnums=0).memory_analysis()
+    size = 4 * math.prod(state.shape)
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < size

@@ -22,9 +22,9 @@ from fastweights.ops.mosaic_gpu.backward_local import local_gradients
 from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
 from fastweights.ops.mosaic_gpu.forward import scan_forward
 from fastweights.ops.mosaic_gpu.inverse import gated_inverse
+from fastweights.ops.mosaic_gpu.support import TILE
 from fastweights.ops.mosaic_gpu.tiles import BF16, CHUNK, F32
 
-TILE = 64  # head dims are padded to a multiple of this
 # dbeta divides by beta^2; a smaller beta than this writes nothing that bfloat16 could show.
 LEAST_BETA = 1e-6
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 MAX_KEY_DIM, MAX_VALUE_DIM = 128, 256
+TILE = 64  # head dims: `rule` pads them to a multiple; for one token that would copy the state
 
 
 @functools.cache
@@ -29,13 +30,20 @@ def obstacle(
     *,
     channels: bool,
 ) -> str | None:
-    """Why the kernels cannot take a call, in half a sentence; None if they can."""
+    """Why the kernels cannot take a call, in half a sentence; None if they can.
+
+    One token goes to `decode`, more to `rule`.
+    """
+    one_token = q_BTHK.shape[1] == 1
     if not on_hopper():
         return "the kernels run on GPUs of compute capability 9.0"
     if channels:
         return "the kernels know no decay per key channel"
+    if jax.typeof(q_BTHK).manual_axis_type.varying:
+        return "the kernels know no varying mesh axes, so shard_map needs check_vma=False"
+    kinds = (jnp.bfloat16, jnp.float32) if one_token else (jnp.bfloat16,)
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTGV)):
-        if x.dtype != jnp.bfloat16:
+        if x.dtype not in kinds:
             return f"the kernels take bfloat16, and {name} is {x.dtype}"
     if initial_state is not None and initial_state.dtype != jnp.float32:
         return f"the kernels keep a float32 state, and initial_state is {initial_state.dtype}"
@@ -45,12 +53,15 @@ def obstacle(
             f"the kernels take key dims up to {MAX_KEY_DIM} and value dims up to {MAX_VALUE_DIM}, "
             f"and these are {key_dim} and {value_dim}"
         )
+    if one_token and (key_dim % TILE or value_dim % TILE):
+        return (
+            f"the kernel for one token takes head dims that are multiples of {TILE}, "
+            f"and these are {key_dim} and {value_dim}"
+        )
     return None
 
 
 @functools.cache
 def say_once(name: str, reason: str) -> None:
     """Warns, once for each rule and reason, that a call falls back to XLA."""
-    warnings.warn(
-        f"{name}: runs in chunks as XLA code, for {reason}.", category=UserWarning, stacklevel=5
-    )
+    warnings.warn(f"{name}: runs as XLA code, for {reason}.", category=UserWarning, stacklevel=5)

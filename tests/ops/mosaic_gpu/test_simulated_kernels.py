@@ -4,15 +4,13 @@ What the simulator cannot show, register operands and the substitution's own ins
 to `scripts/check_kernels.py` on a GPU; copies, barriers, rings, masks and the algebra are here.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ops_oracle
-from fastweights.ops.mosaic_gpu import rule, tiles
+from fastweights.ops.mosaic_gpu import rule
 
 BOUNDS = dict.fromkeys(("o", "S"), 5e-3)
 BOUNDS |= dict.fromkeys(("dq", "dk", "dv", "dinitial_state"), 8e-3)
@@ -109,12 +107,7 @@ def test_a_tiny_beta_keeps_its_gradient():
 
 
 @pytest.mark.slow
-def test_no_data_races(monkeypatch):
+def test_no_data_races(races_found):
     """Packed, in pieces, forward and backward, with the simulator's race detector on."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-    params = tiles.plgpu.InterpretGPUParams
-    detecting = functools.partial(params, detect_races=True)
-    monkeypatch.setattr(tiles.plgpu, "InterpretGPUParams", detecting)
     simulate(draw(T=256), [100, 156], pieces=2)
-    assert not gpu_callbacks.get_races().races_found
+    assert not races_found()

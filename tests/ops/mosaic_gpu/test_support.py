@@ -12,8 +12,8 @@ def forget():
     support.say_once.cache_clear()
 
 
-def arrays(dtype=jnp.bfloat16, K=64, V=64):
-    return (jnp.ones((1, 20, 1, K), dtype),) * 2 + (jnp.ones((1, 20, 1, V), dtype),)
+def arrays(dtype=jnp.bfloat16, K=64, V=64, T=20):
+    return (jnp.ones((1, T, 1, K), dtype),) * 2 + (jnp.ones((1, T, 1, V), dtype),)
 
 
 def test_a_call_for_kernels_falls_back_and_says_so_once(recwarn):
@@ -39,6 +39,11 @@ def test_auto_says_nothing_where_there_is_no_hopper():
         (arrays(V=320), None, False, "64 and 320"),
         (arrays(), jnp.zeros((1, 1, 64, 64), jnp.bfloat16), False, "initial_state is bfloat16"),
         (arrays(), None, True, "key channel"),
+        (arrays(jnp.float32, T=1), None, False, None),
+        (arrays(jnp.float16, T=1), None, False, "q is float16"),
+        (arrays(K=60, T=1), None, False, "multiples of 64, and these are 60 and 64"),
+        (arrays(V=65, T=1), None, False, "64 and 65"),
+        (arrays(K=60), None, False, None),
     ],
 )
 def test_obstacles_on_a_hopper(monkeypatch, arguments, state, channels, reason):

@@ -1,0 +1,133 @@
+"""One token of every rule with one decay a head: each state element is read once and written once.
+
+A block is one warpgroup with 64 columns of one head's state in registers, so nothing is shared and
+nothing waits but for memory. The four warps lie side by side along V, and K is spread over a
+thread's registers and eight lanes: sums over K are additions and three shuffles, in float32.
+
+Shapes: B batch, H query/key heads, G value heads (value head j reads query/key head j // (G // H)),
+K key dim, V value dim.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from fastweights.ops import reference
+from fastweights.ops.mosaic_gpu.support import TILE
+from fastweights.ops.mosaic_gpu.tiles import F32, call, digits, plgpu
+
+WIDTH = TILE  # columns of the state a block
+# Of 8 x 64 entries, warp w has columns 16 w to 16 w + 15, lane l row l // 4 and four columns.
+STATE = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, WIDTH), (16,), (4,))), warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1
+)
+OF_KEYS, OF_VALUES = STATE.reduce(1), STATE.reduce(0)
+
+
+def update_state(
+    q_B1HK: jax.Array,
+    k_B1HK: jax.Array,
+    v_B1GV: jax.Array,
+    g_B1G: jax.Array | None,
+    beta_B1G: jax.Array | None,
+    state_BGKV: jax.Array,
+    *,
+    scale: float,
+    simulate: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """(o_B1GV in v's dtype, new state), without a gradient.
+
+    The new state takes the old one's memory if nothing else needs that, as when a jitted function
+    owns it or was given it by donation; otherwise XLA copies it first.
+
+    Args:
+      q_B1HK, k_B1HK, v_B1GV: bfloat16 or float32; K a multiple of 8 up to 128, V of 64.
+      g_B1G, beta_B1G: float32 or narrower, or None.
+      state_BGKV: float32.
+    """
+    batch, _, heads, key_dim = q_B1HK.shape
+    value_heads, value_dim = v_B1GV.shape[2:]
+    shape = (key_dim, WIDTH)
+
+    def body(block, me, operands, results, scratch):
+        del me, scratch
+        q_ref, k_ref, v_ref, state_ref, *gate_refs = operands
+        b, h, part = digits(block, batch, value_heads, value_dim // WIDTH)
+        shared_head = jax.lax.div(h, jnp.int32(value_heads // heads))
+        columns = pl.ds(part * WIDTH, WIDTH)
+        state = state_ref.at[b, h, :, columns]
+
+        def load(ref, layout):
+            return plgpu.load(ref, layout=layout, optimized=False).astype(F32)
+
+        def along_keys(ref):
+            x = load(ref.at[b, 0, shared_head], OF_KEYS)
+            return jax.lax.broadcast_in_dim(x, shape, [0])
+
+        # All that is read, before the first use: a block waits for memory once.
+        S = load(state, STATE)
+        q, k, v = along_keys(q_ref), along_keys(k_ref), load(v_ref.at[b, 0, h, columns], OF_VALUES)
+        gates = [ref[b, 0, h] for ref in gate_refs]
+        if g_B1G is not None:
+            S = S * gates[0]
+        if beta_B1G is not None:
+            v = gates[-1] * (v - jnp.sum(k * S, axis=0))
+        S = S + k * jax.lax.broadcast_in_dim(v, shape, [1])
+        state[...] = S
+        o = scale * jnp.sum(q * S, axis=0)
+        results[0].at[b, 0, h, columns][...] = o.astype(v_B1GV.dtype)
+
+    state_ref = jax.new_ref(state_BGKV)
+    decay_B1G = None if g_B1G is None else jnp.exp(g_B1G.astype(F32))
+    strength_B1G = None if beta_B1G is None else beta_B1G.astype(F32)
+    operands = [q_B1HK, k_B1HK, v_B1GV, state_ref, decay_B1G, strength_B1G]
+    (o_B1GV,) = call(
+        body,
+        [x for x in operands if x is not None],
+        name="decode",
+        out_type=(jax.ShapeDtypeStruct(v_B1GV.shape, v_B1GV.dtype),),
+        blocks=batch * value_heads * (value_dim // WIDTH),
+        threads=1,
+        scratch=[],
+        simulate=simulate,
+    )
+    return o_B1GV, jax.freeze(state_ref)
+
+
+def _by_definition(q, k, v, g, beta, state, scale):
+    return reference.core(q, k, v, g, beta, state, None, scale=scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _core(inputs, scale, simulate):
+    return update_state(*inputs, scale=scale, simulate=simulate)
+
+
+def _core_forward(inputs, scale, simulate):
+    return _core(inputs, scale, simulate), inputs
+
+
+def _core_backward(scale, simulate, inputs, cotangents):
+    del simulate
+    return (jax.vjp(functools.partial(_by_definition, scale=scale), *inputs)[1](cotangents),)
+
+
+_core.defvjp(_core_forward, _core_backward)
+
+
+def core(
+    q_B1HK: jax.Array,
+    k_B1HK: jax.Array,
+    v_B1GV: jax.Array,
+    g_B1G: jax.Array | None,
+    beta_B1G: jax.Array | None,
+    state_BGKV: jax.Array,
+    *,
+    scale: float,
+    simulate: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.core` at T = 1, with the gradient of that; arguments as in `update_state`."""
+    inputs = (q_B1HK, k_B1HK, v_B1GV, g_B1G, beta_B1G, state_BGKV)
+    return _core(inputs, scale, simulate)
