@@ -34,6 +34,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     )
     width, layers, mlp, heads, kv_heads, value_heads, tied = SIZES[options.size]
     config = load_dict(str(pathlib.Path(__file__).with_name("lm.py")) + ":size=400m")
+    # Each piece of the loss adds a whole head's gradient, so with this vocabulary few and large.
+    config.loss_chunk = 1024
     model = config.model
     model.vocab_size = 248_320
     model.d_model, model.num_layers, model.pattern = width, layers, "GGGA"

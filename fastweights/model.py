@@ -310,9 +310,8 @@ class HybridLM(nnx.Module):
 
     def unembed(self, h_BTD: jax.Array) -> jax.Array:
         """logits_BTV in float32 (float64 for a float64 model), from `hidden`'s output."""
-        dtype = jnp.dtype(self.config.dtype)
         head_DV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
-        return _wide_product(h_BTD, head_DV.astype(dtype))
+        return _wide_product(h_BTD, head_DV)
 
     def init_cache(self, batch: int, max_length: int, dtype=None) -> dict[str, Any]:
         """Empty caches for `batch` rows of up to `max_length` tokens.
@@ -335,13 +334,14 @@ class HybridLM(nnx.Module):
 
 @jax.custom_vjp
 def _wide_product(h_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
-    """h @ head in float32 or wider, whose gradient multiplies in the inputs' dtype.
+    """h @ head in float32 or wider, multiplying in the dtype of h, in the gradient too.
 
     The plain gradient would multiply float32 logits' cotangents with a widened head, for a 16-bit
-    model the largest and slowest products of the whole step.
+    model the largest and slowest products of the whole step. The head's own comes in its dtype,
+    unrounded.
     """
     acc = jnp.promote_types(h_BTD.dtype, jnp.float32)
-    return jnp.dot(h_BTD, head_DV, preferred_element_type=acc)
+    return jnp.dot(h_BTD, head_DV.astype(h_BTD.dtype), preferred_element_type=acc)
 
 
 def _wide_product_forward(h_BTD, head_DV):
@@ -350,11 +350,11 @@ def _wide_product_forward(h_BTD, head_DV):
 
 def _wide_product_backward(residuals, dlogits_BTV):
     h_BTD, head_DV = residuals
-    acc = dlogits_BTV.dtype
-    dlogits_BTV = dlogits_BTV.astype(h_BTD.dtype)
-    dh_BTD = jnp.einsum("btv,dv->btd", dlogits_BTV, head_DV, preferred_element_type=acc)
+    acc, low = dlogits_BTV.dtype, h_BTD.dtype
+    dlogits_BTV = dlogits_BTV.astype(low)
+    dh_BTD = jnp.einsum("btv,dv->btd", dlogits_BTV, head_DV.astype(low), preferred_element_type=acc)
     dhead_DV = jnp.einsum("btd,btv->dv", h_BTD, dlogits_BTV, preferred_element_type=acc)
-    return dh_BTD.astype(h_BTD.dtype), dhead_DV.astype(head_DV.dtype)
+    return dh_BTD.astype(low), dhead_DV.astype(head_DV.dtype)
 
 
 _wide_product.defvjp(_wide_product_forward, _wide_product_backward)

@@ -131,8 +131,14 @@ def compile_step(
     shape = jax.ShapeDtypeStruct(
         (config.batch_size, config.data.length), jnp.int32, sharding=batch_sharding
     )
+    options = None
+    if jax.default_backend() == "gpu":
+        # That pass writes a kernel's result straight into a stacked array, and where the result is
+        # used elsewhere too runs the kernel a second time for it.
+        options = {"xla_gpu_enable_dynamic_slice_fusion": False}
     with jax.set_mesh(mesh):
-        return step.lower(blueprint.abstract, dict.fromkeys(BATCH_FIELDS, shape)).compile()
+        lowered = step.lower(blueprint.abstract, dict.fromkeys(BATCH_FIELDS, shape))
+        return lowered.compile(options)
 
 
 def place_batch(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> Batch:
