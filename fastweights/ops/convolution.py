@@ -3,13 +3,16 @@
 Shapes: B batch, T tokens, D channels, W taps, X = W - 1 cached inputs, E = X + T.
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from fastweights.errors import check
 from fastweights.ops import segments
 from fastweights.ops.checks import check_segments
-from fastweights.ops.weights import spread
+from fastweights.ops.weights import sum_tokens
 
 
 def short_convolution(
@@ -53,7 +56,7 @@ def short_convolution(
         return x_BTD, empty if cache is None else cache.astype(x_BTD.dtype)
     if segment_ids is None:
         extended_BED = _prepend(cache, x_BTD, reach)
-        y_BTD = _weighted_sum(extended_BED, w_WD, bias_D, None, activation)
+        y_BTD: Any = _weighted_sum(extended_BED, w_WD, bias_D, None, activation)
         return y_BTD.astype(x_BTD.dtype), extended_BED[:, length:]
 
     index_BT, valid_BT = segments.find_documents(segment_ids)
@@ -67,7 +70,7 @@ def short_convolution(
     extended_index_BE = jnp.pad(compact_index_BT, ((0, 0), (reach, 0)))
 
     if cache is None:
-        y_BTD = _weighted_sum(
+        y_BTD: Any = _weighted_sum(
             _prepend(None, x_BTD, reach),
             w_WD,
             bias_D,
@@ -93,22 +96,72 @@ def _prepend(cache: jax.Array | None, x_BTD: jax.Array, reach: int) -> jax.Array
     return jnp.concatenate([cache.astype(x_BTD.dtype), x_BTD], axis=1)
 
 
-def _weighted_sum(extended_BED, w_WD, bias_D, index_BE, activation) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _weighted_sum(extended_BED, w_WD, bias_D, index_BE, activation) -> Any:
     """Shifted copies times their taps; one fused loop, since XLA never stores the copies."""
+    y_BTD = _activated(_sum_of_taps(extended_BED, w_WD, bias_D, index_BE), activation)
+    # As it leaves: fused with what comes behind, all taps would be computed again for each use.
+    return jax.lax.optimization_barrier(y_BTD.astype(extended_BED.dtype))
+
+
+def _weighted_sum_forward(extended_BED, w_WD, bias_D, index_BE, activation):
+    kept = (extended_BED, w_WD, bias_D, index_BE)
+    return _weighted_sum(*kept, activation), kept
+
+
+def _weighted_sum_backward(activation, kept, dy_BTD):
+    """Keeps the input alone. The barrier parts the three passes over the tokens: fused, each of
+    the sums over tokens would compute the activation anew, with most of a GPU idle."""
+    extended_BED, w_WD, bias_D, index_BE = kept
+    sums_BTD, pull = jax.vjp(
+        lambda z: _activated(z, activation), _sum_of_taps(extended_BED, w_WD, bias_D, index_BE)
+    )
+    (dsums_BTD,) = pull(dy_BTD.astype(sums_BTD.dtype))
+    dsums_BTD = jax.lax.optimization_barrier(dsums_BTD.astype(dy_BTD.dtype))
+    acc = sums_BTD.dtype
+    taps, length = w_WD.shape[0], dsums_BTD.shape[1]
+    dextended, dw = jnp.zeros(extended_BED.shape, acc), []
+    for i in range(taps):
+        same_BT = _same_document(index_BE, i, taps)
+        part_BTD = _selected(dsums_BTD.astype(acc), same_BT)
+        dw.append(sum_tokens(part_BTD * extended_BED[:, i : i + length].astype(acc)))
+        after = ((0, 0), (i, taps - 1 - i), (0, 0))
+        dextended = dextended + jnp.pad(part_BTD * w_WD[i][None, None].astype(acc), after)
+    dbias_D = None if bias_D is None else sum_tokens(dsums_BTD.astype(acc)).astype(bias_D.dtype)
+    return dextended.astype(extended_BED.dtype), jnp.stack(dw).astype(w_WD.dtype), dbias_D, None
+
+
+_weighted_sum.defvjp(_weighted_sum_forward, _weighted_sum_backward)
+
+
+def _same_document(index_BE, i: int, taps: int):
+    """Whether a token's document is that of the input that tap i weighs."""
+    if index_BE is None or i == taps - 1:
+        return None
+    length = index_BE.shape[1] - taps + 1
+    return index_BE[:, i : i + length] == index_BE[:, taps - 1 :]
+
+
+def _selected(x_BTD, same_BT):
+    return x_BTD if same_BT is None else segments.select_real(x_BTD, same_BT)
+
+
+def _sum_of_taps(extended_BED, w_WD, bias_D, index_BE) -> jax.Array:
     taps = w_WD.shape[0]
     length = extended_BED.shape[1] - taps + 1
     acc = jnp.promote_types(jnp.promote_types(extended_BED.dtype, w_WD.dtype), jnp.float32)
     terms = []
     for i in range(taps):
         tap_BTD = extended_BED[:, i : i + length].astype(acc)
-        if index_BE is not None and i < taps - 1:
-            same_BT = index_BE[:, i : i + length] == index_BE[:, taps - 1 :]
-            tap_BTD = segments.select_real(tap_BTD, same_BT)
-        terms.append(tap_BTD * spread(w_WD[i].astype(acc), tap_BTD.shape))
+        tap_BTD = _selected(tap_BTD, _same_document(index_BE, i, taps))
+        terms.append(tap_BTD * w_WD[i][None, None].astype(acc))
     if bias_D is not None:
-        terms.append(spread(bias_D.astype(acc), terms[0].shape))
-    total = sum(terms[1:], terms[0])
-    return jax.nn.silu(total) if activation == "silu" else total
+        terms.append(bias_D[None, None].astype(acc))
+    return sum(terms[1:], terms[0])
+
+
+def _activated(x: jax.Array, activation: str | None) -> jax.Array:
+    return jax.nn.silu(x) if activation == "silu" else x
 
 
 def _check_inputs(x_BTD, w_WD, bias_D, cache, segment_ids, activation) -> None:

@@ -36,3 +36,12 @@ def spread(weight: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     parts = jax.lax.optimization_barrier(parts)
     whole = jnp.broadcast_to(parts, (batch, length // rows, rows, *shape[2:]))
     return whole.reshape(shape)
+
+
+def sum_tokens(x_BTD: jax.Array) -> jax.Array:
+    """Sum over rows and tokens, [D], in the two steps of `spread`."""
+    batch, length, width = x_BTD.shape
+    if batch * length < MANY or length % ROWS:
+        return jnp.sum(x_BTD, axis=(0, 1))
+    parts = jnp.sum(x_BTD.reshape(batch, length // ROWS, ROWS, width), axis=2)
+    return jnp.sum(jax.lax.optimization_barrier(parts), axis=(0, 1))
