@@ -11,6 +11,7 @@ rotation and a sigmoid gate on the heads' outputs, as the published Qwen3-Next l
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -71,10 +72,11 @@ class AttentionConfig:
             f"{turned} channels; choose it so that the number is even and positive, or 0 for none.",
         )
         check(
-            self.rope_theta > 0, f"{owner}.rope_theta is {self.rope_theta}; give a positive number."
+            0 < self.rope_theta < math.inf,
+            f"{owner}.rope_theta is {self.rope_theta}; give a positive number.",
         )
         check(
-            self.logit_cap >= 0,
+            0 <= self.logit_cap < math.inf,
             f"{owner}.logit_cap is {self.logit_cap}; give a positive number, or 0 for none.",
         )
 

@@ -5,10 +5,12 @@ Shapes: B batch, T queries, S keys (cache slots in decoding), H query heads, J k
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fastweights.errors import check
 from fastweights.ops import segments
@@ -63,7 +65,8 @@ def softmax_attention(
 
     Raises:
       UserError: on shapes that do not fit, segment ids that are negative or no integers,
-        window < 1, logit_cap <= 0, or an implementation that is unknown or has no logit_cap.
+        window < 1 or no integer, logit_cap not in (0, inf), or an implementation that is unknown
+        or has no logit_cap.
     """
     _check_inputs(
         q_BTHK, k_BSJK, v_BSJV, window, segment_ids, kv_segment_ids, q_positions, kv_positions
@@ -74,9 +77,9 @@ def softmax_attention(
         f"choose one of {', '.join(IMPLEMENTATIONS)}",
     )
     check(
-        logit_cap is None or (logit_cap > 0 and implementation != "cudnn"),
-        f"softmax_attention: logit_cap must be positive and is not for implementation 'cudnn', "
-        f"got {logit_cap} with {implementation!r}",
+        logit_cap is None or (0 < logit_cap < math.inf and implementation != "cudnn"),
+        f"softmax_attention: logit_cap must be positive and finite, and is not for implementation "
+        f"'cudnn', got {logit_cap} with {implementation!r}",
     )
     batch, length, heads, key_dim = q_BTHK.shape
     slots, value_dim = k_BSJK.shape[1], v_BSJV.shape[-1]
@@ -232,9 +235,14 @@ def _widen(x: jax.Array, width: int) -> jax.Array:
 def _check_inputs(q, k, v, window, segment_ids, kv_segment_ids, q_positions, kv_positions) -> None:
     name = "softmax_attention"
     for label, x in (("q", q), ("k", k), ("v", v)):
-        check(x.ndim == 4, f"{name}: {label} must be [B, T, heads, dim], got shape {x.shape}")
+        check(
+            x.ndim == 4 and jnp.issubdtype(x.dtype, jnp.floating),
+            f"{name}: {label} must be a floating-point array [B, T, heads, dim], "
+            f"got {x.dtype} of shape {x.shape}",
+        )
     batch, length, heads, key_dim = q.shape
     _, slots, kv_heads, _ = k.shape
+    check(key_dim > 0, f"{name}: q must be [B, T, H, K] with K >= 1, got {q.shape}")
     check(
         k.shape == (batch, slots, kv_heads, key_dim),
         f"{name}: k must be [B, S, J, K] with B = {batch} and K = {key_dim} as in q, got {k.shape}",
@@ -248,8 +256,9 @@ def _check_inputs(q, k, v, window, segment_ids, kv_segment_ids, q_positions, kv_
         f"{name}: {heads} query heads are no multiple of {kv_heads} key heads",
     )
     check(
-        window is None or window >= 1,
-        f"{name}: window counts the current token and must be at least 1, got {window}",
+        window is None or (isinstance(window, int | np.integer) and window >= 1),
+        f"{name}: window counts the current token and must be an integer of at least 1, "
+        f"got {window}",
     )
     check(
         segment_ids is None or kv_segment_ids is not None or slots == length,
@@ -261,5 +270,8 @@ def _check_inputs(q, k, v, window, segment_ids, kv_segment_ids, q_positions, kv_
         ("q_positions", q_positions, (batch, length)),
         ("kv_positions", kv_positions, (batch, slots)),
     ):
-        got = None if x is None else x.shape
-        check(got in (None, shape), f"{name}: {label} must have shape {shape}, got {got}")
+        check(
+            x is None or (x.shape == shape and jnp.issubdtype(x.dtype, jnp.integer)),
+            f"{name}: {label} must be integers of shape {shape}, "
+            f"got {None if x is None else (x.dtype, x.shape)}",
+        )

@@ -46,7 +46,8 @@ def check_rule(
             f"{name}: {label} must be a floating-point array [B, T, heads, dim], "
             f"got {x.dtype} of shape {x.shape}",
         )
-    batch, length, heads, _ = q_BTHK.shape
+    batch, length, heads, key_dim = q_BTHK.shape
+    check(key_dim > 0, f"{name}: q must be [B, T, H, K] with K >= 1, got {q_BTHK.shape}")
     check(
         k_BTHK.shape == q_BTHK.shape,
         f"{name}: k must have q's shape [B, T, H, K] = {q_BTHK.shape}, got {k_BTHK.shape}",
@@ -62,7 +63,7 @@ def check_rule(
         f"{name}: {value_heads} value heads are no multiple of {heads} query/key heads",
     )
     per_head = ("[B, T, G]", v_BTGV.shape[:3])
-    per_channel = ("[B, T, G, K]", (*v_BTGV.shape[:3], q_BTHK.shape[3]))
+    per_channel = ("[B, T, G, K]", (*v_BTGV.shape[:3], key_dim))
     gates = (("g", g, per_channel if channels else per_head), ("beta", beta_BTG, per_head))
     for label, x, (axes, shape) in gates:
         if x is not None:
@@ -72,6 +73,14 @@ def check_rule(
                 f"got {x.dtype} of shape {x.shape}",
             )
     check_options(name, segment_ids, (batch, length), chunk_size, implementation)
+
+
+def check_given(name: str, **arrays: jax.Array | None) -> None:
+    """Raises UserError for the first None: without its gates a rule would be another rule."""
+    for label, x in arrays.items():
+        check(
+            x is not None, f"{name}: {label} is None; give an array, or call a rule that has none"
+        )
 
 
 def check_options(
@@ -96,11 +105,17 @@ def check_options(
 
 
 def check_state(name: str, label: str, state: jax.Array | None, shape: tuple[int, ...]) -> None:
-    """Raises UserError unless an initial state is absent or has the given shape."""
+    """Raises UserError unless an initial state is absent or real numbers of the given shape."""
+    if state is None:
+        return
+    found = getattr(state, "shape", type(state).__name__)
     check(
-        state is None or state.shape == shape,
-        f"{name}: {label} must have shape {shape}, one state a row (not a document), "
-        f"got {None if state is None else state.shape}",
+        found == shape,
+        f"{name}: {label} must have shape {shape}, one state a row (not a document), got {found}",
+    )
+    check(
+        jnp.issubdtype(state.dtype, jnp.floating),
+        f"{name}: {label} must be floating-point, got {state.dtype}",
     )
 
 
@@ -165,6 +180,7 @@ def split_normalised_state(
         raise UserError(f"{name}: with normalize=True initial_state must be the pair (S, z)")
     S_BGKV, z_BGK = state
     shape = (q_BTHK.shape[0], v_BTGV.shape[2], q_BTHK.shape[3], v_BTGV.shape[3])
+    check_given(name, **{"initial_state[0]": S_BGKV, "initial_state[1]": z_BGK})
     check_state(name, "initial_state[0]", S_BGKV, shape)
     check_state(name, "initial_state[1]", z_BGK, shape[:3])
     return S_BGKV, z_BGK

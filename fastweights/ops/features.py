@@ -4,6 +4,7 @@ Shapes: the maps act on the last axis or elementwise, whatever stands before it.
 """
 
 import functools
+import numbers
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -86,7 +87,10 @@ def feature_map(name: str, *, nu: int = 1) -> FeatureMap:
         case "squared_relu":
             return FeatureMap(lambda x: jnp.square(jax.nn.relu(x)), lambda K: K)
         case "dpfp":
-            check(nu >= 1, f"feature_map 'dpfp' has nu = {nu}; give an integer of at least 1.")
+            check(
+                isinstance(nu, numbers.Integral) and nu >= 1,
+                f"feature_map 'dpfp' has nu = {nu}; give an integer of at least 1.",
+            )
             return FeatureMap(functools.partial(_dpfp, nu=nu), lambda K: 2 * K * nu)
         case "taylor":
             return FeatureMap(_taylor, lambda K: 1 + K + K * K)

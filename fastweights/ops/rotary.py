@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, H heads, K head dim, F pairs of turned channels.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -34,6 +36,11 @@ def rotary(
         positions_BT.shape == x_BTHK.shape[:2],
         f"rotary: positions must be [B, T] = {x_BTHK.shape[:2]}, got {positions_BT.shape}",
     )
+    check(
+        0 < theta < math.inf,
+        f"rotary: theta must be a positive finite number, got {theta}",
+    )
+    check(math.isfinite(fraction), f"rotary: fraction must be a finite number, got {fraction}")
     head_dim = x_BTHK.shape[-1]
     turned = round(head_dim * fraction)
     check(

@@ -67,6 +67,7 @@ def gated_delta_rule(
       UserError: on shapes or dtypes that do not fit, negative segment_ids, chunk_size or
         implementation. Traced values are checked under `checkify`; see `ops/checks.py`.
     """
+    checks.check_given("gated_delta_rule", g=g_BTG, beta=beta_BTG)
     return _run(
         "gated_delta_rule",
         (q_BTHK, k_BTHK, v_BTGV, g_BTG, beta_BTG),
@@ -96,6 +97,7 @@ def kimi_delta_rule(
     Kimi Delta Attention, Kimi Team 2025, arXiv 2510.26692, eq. 1. Arguments, results and errors as
     in `gated_delta_rule`, but for g_BTGK: one log decay, <= 0, for each row of each state.
     """
+    checks.check_given("kimi_delta_rule", g=g_BTGK, beta=beta_BTG)
     return _run(
         "kimi_delta_rule",
         (q_BTHK, k_BTHK, v_BTGV, g_BTGK, beta_BTG),
@@ -125,6 +127,7 @@ def delta_rule(
     Schlag et al. 2021, arXiv 2102.11174, eq. 24; in chunks Yang et al. 2024, arXiv 2406.06484.
     Arguments, results and errors as in `gated_delta_rule`, without g.
     """
+    checks.check_given("delta_rule", beta=beta_BTG)
     return _run(
         "delta_rule",
         (q_BTHK, k_BTHK, v_BTGV, None, beta_BTG),
@@ -153,6 +156,7 @@ def gated_linear_attention(
     The recurrence of Mamba-2, Dao and Gu 2024, arXiv 2405.21060, eq. 6 and section 5. Arguments,
     results and errors as in `gated_delta_rule`, without beta.
     """
+    checks.check_given("gated_linear_attention", g=g_BTG)
     return _run(
         "gated_linear_attention",
         (q_BTHK, k_BTHK, v_BTGV, g_BTG, None),
@@ -256,7 +260,7 @@ def _run(
     checks.check_state(name, "initial_state", initial_state, state_shape)
     acc = _accumulator(*inputs, initial_state)
     state = jnp.zeros(state_shape, acc) if initial_state is None else initial_state.astype(acc)
-    if length == 0:
+    if not v_BTGV.size:  # no token, or no row of the batch: nothing moves the state
         return v_BTGV, state
     factor = key_dim**-0.5 if scale is None else scale
 

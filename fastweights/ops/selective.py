@@ -76,7 +76,7 @@ def selective_scan(
     given += [x for x in (D, initial_state) if x is not None]
     acc = jnp.promote_types(jnp.result_type(*given), jnp.float32)
     h_BDN = jnp.zeros(shape, acc) if initial_state is None else initial_state.astype(acc)
-    if length == 0:
+    if not x_BTD.size:  # no token, or no row of the batch: nothing moves the state
         return x_BTD, h_BDN
 
     tokens, valid_BT = _Tokens(x_BTD, dt_BTD, B_BTN, C_BTN, None, None), None

@@ -394,8 +394,9 @@ def _check_inputs(x_BTD, dt_D, A_DP, B_DP, C_DP, P, D, discretization) -> None:
         )
     for label, a in (("dt", dt_D), ("D", D)):
         check(
-            a is None or a.shape == (channels,),
-            f"{name}: {label} must be [D] = {(channels,)}, got {None if a is None else a.shape}",
+            a is None or (a.shape == (channels,) and jnp.issubdtype(a.dtype, jnp.floating)),
+            f"{name}: {label} must be a floating-point array [D] = {(channels,)}, "
+            f"got {None if a is None else (a.dtype, a.shape)}",
         )
     check(
         discretization in DISCRETIZATIONS,

@@ -16,6 +16,8 @@ BAD = [
     ("A", dict(head_dim=8, rope_fraction=0.01), r"turns 0 channels; .*0 for none"),
     ("A", dict(rope_theta=0.0), r"rope_theta is 0.0; give a positive"),
     ("A", dict(logit_cap=-1.0), r"logit_cap is -1.0; give a positive number, or 0 for none"),
+    ("A", dict(logit_cap=float("inf")), r"logit_cap is inf; give a positive number, or 0 for none"),
+    ("A", dict(rope_theta=float("inf")), r"rope_theta is inf; give a positive number"),
     ("W", dict(window=0), r"window is 0; give an integer of at least 1"),
     ("L", dict(feature_map="cosine"), r"feature_map is 'cosine'; choose one of .*elu1"),
     ("L", dict(feature_map="identity", normalize=True), r"normalize is True .*elu1"),

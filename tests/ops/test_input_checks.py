@@ -79,6 +79,12 @@ BAD = [
         dict(normalize=True, initial_state=(2, 4, 5, 7)),
         r"with normalize=True initial_state must be the pair \(S, z\)",
     ),
+    ("gated_delta_rule", dict(q=(2, 20, 2, 0), k=(2, 20, 2, 0)), r"q must be .* with K >= 1, got"),
+    (
+        "gated_delta_rule",
+        dict(initial_state=((2, 4, 5, 7), INT)),
+        r"initial_state must be floating",
+    ),
     ("selective_scan", dict(x=(20, 6)), r"x must be \[B, T, D\], got shape \(20, 6\)"),
     ("selective_scan", dict(dt=(2, 20, 5)), r"dt must be \[B, T, D\] = \(2, 20, 6\), got .*5\)"),
     ("selective_scan", dict(A=(5, 4)), r"A must be \[D, N\] with D = 6 .*\(5, 4\)"),
@@ -86,7 +92,8 @@ BAD = [
     ("selective_scan", dict(B=((2, 20, 4), INT)), r"B must be floating-point, got int32"),
     ("selective_scan", dict(D=(5,)), r"D must be \[D\] = \(6,\), got \(5,\)"),
     ("state_space", dict(x=(20, 4)), r"x must be a floating-point array \[B, T, D\], got .*20, 4"),
-    ("state_space", dict(dt=(3,)), r"dt must be \[D\] = \(4,\), got \(3,\)"),
+    ("state_space", dict(dt=(3,)), r"dt must be .*\[D\] = \(4,\), got .*\(3,\)"),
+    ("state_space", dict(dt=((4,), COMPLEX)), r"dt must be a floating-point array .*complex64"),
     ("state_space", dict(A=((3, 3), COMPLEX)), r"A must be \[D, P\] with D = 4 .*\(3, 3\)"),
     ("state_space", dict(B=((4, 2), COMPLEX)), r"B must be complex \[D, P\] = \(4, 3\), got"),
     ("state_space", dict(C=(4, 3)), r"C must be complex .*float32"),
@@ -124,7 +131,19 @@ BAD = [
         dict(logit_cap=2.0, implementation="cudnn"),
         r"logit_cap .* is not for implementation 'cudnn', got 2.0 with 'cudnn'",
     ),
+    (
+        "softmax_attention",
+        dict(logit_cap=np.inf),
+        r"logit_cap must be positive and finite.*got inf",
+    ),
     ("softmax_attention", dict(window=0), r"window counts the current token.*at least 1, got 0"),
+    ("softmax_attention", dict(window=1.5), r"window .* must be an integer of at least 1, got 1.5"),
+    ("softmax_attention", dict(q=((2, 20, 6, 5), INT)), r"q must be a floating-point .*int32"),
+    (
+        "softmax_attention",
+        dict(q=(2, 20, 6, 0), k=(2, 20, 2, 0)),
+        r"q must be .* with K >= 1, got \(2, 20, 6, 0\)",
+    ),
     ("softmax_attention", dict(q=(2, 3, 6, 5), segment_ids=((2, 3), INT)), r"need kv_segment_ids"),
     (
         "softmax_attention",
@@ -134,7 +153,12 @@ BAD = [
     (
         "softmax_attention",
         dict(q_positions=((2, 3), INT)),
-        r"q_positions must have .*\(2, 20\), go",
+        r"q_positions must be integers of shape \(2, 20\), got",
+    ),
+    (
+        "softmax_attention",
+        dict(q_positions=(2, 20)),
+        r"q_positions must be integers .* got .*float",
     ),
     ("short_convolution", dict(x=(2, 5)), r"x must be \[B, T, D\], got shape \(2, 5\)"),
     ("short_convolution", dict(w=(4, 2)), r"w must be \[W, D\] .*D = 3, got shape \(4, 2\)"),
@@ -145,6 +169,8 @@ BAD = [
     ("rotary", dict(positions=((2, 3), INT)), r"positions must be .*\(2, 20\), got \(2, 3\)"),
     ("rotary", dict(fraction=0.3), r"fraction 0.3 of head dim 10 gives 3 channels .*even"),
     ("rotary", dict(fraction=0.0), r"fraction 0.0 of head dim 10 gives 0 channels .*at least 2"),
+    ("rotary", dict(fraction=np.nan), r"fraction must be a finite number, got nan"),
+    ("rotary", dict(theta=0.0), r"theta must be a positive finite number, got 0.0"),
     ("rotary", dict(fraction=1.25), r"fraction 1.25 of head dim 10 gives 12 channels .*at most"),
 ]
 for _name, _state in STATES.items():
@@ -184,11 +210,30 @@ def test_a_state_pair_belongs_to_the_normaliser():
         ops.linear_attention(q, k, v, initial_state=(S, S[..., 0]))
 
 
+def test_a_state_that_is_no_array_is_named():
+    q, k, v, S = (jnp.zeros(shape) for shape in (*HEADS.values(), STATES["linear_attention"]))
+    with pytest.raises(UserError, match=r"^delta_rule: initial_state .*\(2, 4, 5, 7\).*got list"):
+        ops.delta_rule(q, k, v, v[..., 0], initial_state=[S])
+    with pytest.raises(UserError, match=r"^linear_attention: initial_state\[1\] is None"):
+        ops.linear_attention(q, k, v, normalize=True, initial_state=(S, None))
+
+
+@pytest.mark.parametrize(
+    ("name", "label"), [(n, label) for n in STATES for label in ARGUMENTS[n] if label in GATES]
+)
+def test_a_rule_without_its_gate_is_refused(name, label):
+    """Without it the recurrence would silently be another rule's."""
+    arguments = [None if n == label else array(spec) for n, spec in ARGUMENTS[name].items()]
+    with pytest.raises(UserError, match=f"^{name}: {label} is None; give an array"):
+        jax.eval_shape(getattr(ops, name), *arguments)
+
+
 @pytest.mark.parametrize(
     ("name", "nu", "sentence"),
     (
         ("cosine", 1, "^feature_map is 'cosine'; choose one of identity, elu1"),
         ("dpfp", 0, "^feature_map 'dpfp' has nu = 0; give an integer of at least 1"),
+        ("dpfp", 1.5, "^feature_map 'dpfp' has nu = 1.5; give an integer of at least 1"),
     ),
 )
 def test_bad_feature_maps_are_named(name, nu, sentence):

@@ -131,3 +131,15 @@ def test_chunk_size_changes_nothing(name, chunk_size):
     implementation = "scan" if RULES[name].letter == "S" else "chunked"
     x = RULES[name].draw(7)
     family.check(name, x, implementation=implementation, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+def test_a_batch_without_rows_is_none_out(name, form):
+    """Values and gradients alike: their shapes follow, with documents and without."""
+    x = RULES[name].draw(9, B=1, T=20)
+    by_row = (*RULES[name].tokens, "initial_state", "dS")
+    x = {n: a[:0] if n in by_row else a for n, a in x.items()}
+    for ids in (None, np.zeros((0, 20), np.int32)):
+        out = family.run(name, x, ids, **RULES[name].forms[form])
+        assert out["o"].shape == x["do"].shape and out["S"].shape == x["dS"].shape
+        assert all(np.all(a == 0) for a in out.values())
