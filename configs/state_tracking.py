@@ -14,10 +14,11 @@ import itertools
 
 from ml_collections import ConfigDict
 
-from fastweights.config import defaults
+from fastweights.config import defaults, parse_arg
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
+    parse_arg(arg)
     config = defaults()
     config.steps = 600
     config.batch_size = 64

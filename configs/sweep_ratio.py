@@ -14,7 +14,7 @@ import pathlib
 
 from ml_collections import ConfigDict
 
-from fastweights.config import load_dict
+from fastweights.config import load_dict, parse_arg
 
 PATTERNS = ("A", "GA", "GGGA", "GGGGGGGA", "G", "D", "L")
 LEARNING_RATES = (3e-3, 1e-2)
@@ -22,6 +22,7 @@ SEEDS = (0, 1)
 
 
 def get_config(arg: str | None = None) -> ConfigDict:
+    parse_arg(arg)
     config = load_dict(str(pathlib.Path(__file__).with_name("mqar.py")))
     config.steps = 800
     config.data.length = 32

@@ -156,12 +156,21 @@ def call_config_file(spec: str, function: str, *, pass_arg: bool) -> Any:
 
 
 def parse_arg(arg: str | None, **options: Any) -> ConfigDict:
-    """Reads `size=150m,runlocal`: a bare name means True, a value takes its default's type."""
+    """Reads `size=150m,runlocal`: a bare name means True, a value takes its default's type.
+
+    Every config file hands its argument here, with or without options, so that none is ignored.
+    """
     parsed = ConfigDict(options)
     for item in filter(None, (arg or "").split(",")):
         name, separator, text = item.partition("=")
+        check(bool(options), f"config argument '{item}' does not exist; this config takes none.")
         if name not in options:
             raise UserError(_unknown("config argument", name, options))
+        check(
+            bool(separator) or isinstance(options[name], bool),
+            f"config argument '{name}' has no value; write {name}=VALUE, such as the default "
+            f"{name}={options[name]}.",
+        )
         parsed[name] = _coerce(name, text, options[name]) if separator else True
     return parsed
 

@@ -39,6 +39,17 @@ def test_every_config_says_how_to_run_it(path):
     assert f"python {script} --config configs/{path.name} --workdir" in text
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_config_ignores_its_argument(path):
+    with pytest.raises(UserError, match="config argument 'nonesuch' does not exist"):
+        config_lib.load(f"{path}:nonesuch")
+
+
+def test_a_config_argument_without_its_value_says_how_to_give_one():
+    with pytest.raises(UserError, match=r"'size' has no value; write size=VALUE, .* size=tiny"):
+        config_lib.load(f"{ROOT}/configs/lm.py:size")
+
+
 def test_json_gives_the_same_config_back():
     config = config_lib.load(TINY, ["optim.lr=0.25", "data.mqar.train=((8, 2, 1),)"])
     assert config_lib.from_json(config_lib.to_json(config)) == config

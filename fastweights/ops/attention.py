@@ -256,7 +256,7 @@ def _check_inputs(q, k, v, window, segment_ids, kv_segment_ids, q_positions, kv_
         f"{name}: {heads} query heads are no multiple of {kv_heads} key heads",
     )
     check(
-        window is None or (isinstance(window, int | np.integer) and window >= 1),
+        window is None or (isinstance(window, int | np.integer) and int(window) >= 1),
         f"{name}: window counts the current token and must be an integer of at least 1, "
         f"got {window}",
     )
