@@ -45,12 +45,11 @@ class Row(NamedTuple):
     gates: str | None = "mild"  # "slow" hardly decay; "fresh" are those of a new layer
     delta: bool = True
     documents: int = 0
-    xla: bool = False
 
 
 ROWS = (
-    Row("S1", (8, 4096, 16, 16), (0.34, 1.24), (0.25, 0.90), xla=True),
-    Row("S2", (1, 32768, 16, 16), (0.40, 1.25), (0.28, 0.95), xla=True),
+    Row("S1", (8, 4096, 16, 16), (0.34, 1.24), (0.25, 0.90)),
+    Row("S2", (1, 32768, 16, 16), (0.40, 1.25), (0.28, 0.95)),
     Row("S2, fresh layer", (1, 32768, 16, 16), (0.40, 1.25), (0.28, 0.95), gates="fresh"),
     Row("S3", (1, 16384, 16, 32), (0.42, 1.5), (0.28, 1.0)),
     Row("S2 without decay", (1, 32768, 16, 16), (0.55, 2.0), (0.40, 1.3), gates="slow"),
@@ -59,6 +58,8 @@ ROWS = (
     Row("packed S1", (8, 4096, 16, 16), (0.374, 1.364), (0.275, 0.99), documents=25),
 )
 
+ALSO_XLA = ("S1", "S2")
+ATTENTION = "cuDNN attention S1"
 DECODE = Row("decode step, batch 64", (64, 1, 16, 32), (0.10, 0.10), (0.075, 0.075))
 
 
@@ -184,6 +185,18 @@ def print_decode(say: Callable[[str], None]) -> None:
     say(f"{'  our XLA form':<22}{xla:>9.3f}{'':>14}   {xla / taken:.1f} times as long")
 
 
+def kernels(document: jax.Array | None, *inputs: Any) -> jax.Array:
+    return rule.core(*inputs, document, scale=DIM**-0.5)[0]
+
+
+def xla_form(document: jax.Array | None, *inputs: Any) -> jax.Array:
+    return chunked.core(*inputs, document, scale=DIM**-0.5, chunk_size=64)[0]
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
 def print_parts(say: Callable[[str], None]) -> None:
     """Each kernel alone at S1, and the bytes it must move over its time."""
     (q, k, v, g, beta, _), _, do = make(ROWS[0])
@@ -233,16 +246,26 @@ def print_parts(say: Callable[[str], None]) -> None:
 
 
 def main() -> None:
+    names = [*(row.name for row in ROWS), DECODE.name]
+    names += [f"XLA form {name}" for name in ALSO_XLA] + [ATTENTION]
     parser = argparse.ArgumentParser(description="Times the Hopper kernels.")
-    parser.add_argument("--rows", nargs="+", choices=[row.name for row in (*ROWS, DECODE)])
+    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW")
     parser.add_argument("--parts", action="store_true", help="also each kernel alone")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     args = parser.parse_args()
     lines: list[str] = []
+    times: dict[str, tuple[float, float]] = {}
 
     def say(line: str) -> None:
         print(line, flush=True)
         lines.append(line)
+
+    def say_peer(name: str, mine: str, taken: tuple[float, float]) -> None:
+        ratio = ""
+        if mine in times:
+            ratio = " and ".join(f"{a / b:.1f}" for a, b in zip(taken, times[mine], strict=True))
+            ratio = f"   {ratio} times {mine}"
+        say(f"{name:<22}{taken[0]:>9.3f}{'':>14}{taken[1]:>10.3f}{'':>14}{ratio}")
 
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -251,44 +274,30 @@ def main() -> None:
         f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}, "
         f"commit {commit or 'unknown'}; {CALLS} chained calls a jit, median of {RUNS}; ms"
     )
-    say(
-        f"{'':<22}{'forward':>9}{'must':>7}{'goal':>7}{'fwd+bwd':>10}{'must':>7}{'goal':>7}{'GB':>7}"
-    )
+    say(f"{'':<22}{'forward':>9}{'must':>7}{'goal':>7}{'fwd+bwd':>10}{'must':>7}{'goal':>7}")
     for row in ROWS:
-        if args.rows and row.name not in args.rows:
-            continue
-        inputs, document, do = make(row)
-
-        def kernels(*x, document=document):
-            return rule.core(*x, document, scale=DIM**-0.5)[0]
-
-        forward, both = both_times(kernels, inputs, do)
-        memory = temporaries(kernels, inputs, do)
-        say(
-            f"{row.name:<22}{forward:>9.3f}{row.must[0]:>7.2f}{row.goal[0]:>7.2f}"
-            f"{both:>10.3f}{row.must[1]:>7.2f}{row.goal[1]:>7.2f}{memory:>7.2f}"
-        )
-        if row.xla:
-
-            def xla(*x, document=document):
-                return chunked.core(*x, document, scale=DIM**-0.5, chunk_size=64)[0]
-
-            forward_x, both_x = both_times(xla, inputs, do)
+        if row.name in args.rows:
+            inputs, document, do = make(row)
+            op = functools.partial(kernels, document)
+            times[row.name] = forward, both = both_times(op, inputs, do)
             say(
-                f"{'  our XLA form':<22}{forward_x:>9.3f}{'':>14}{both_x:>10.3f}{'':>14}"
-                f"   {forward_x / forward:.1f} and {both_x / both:.1f} times as long"
+                f"{row.name:<22}{forward:>9.3f}{row.must[0]:>7.2f}{row.goal[0]:>7.2f}"
+                f"{both:>10.3f}{row.must[1]:>7.2f}{row.goal[1]:>7.2f}"
             )
-    if not args.rows or DECODE.name in args.rows:
+            if row.name == "S1":
+                say(f"{'  temporaries':<22}{temporaries(op, inputs, do):>37.2f} GB")
+    if DECODE.name in args.rows:
         print_decode(say)
     if args.parts:
         print_parts(say)
-    (q, k, v, *_), _, do = make(ROWS[0])
-
-    def attention(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-    forward, both = both_times(attention, (q, k, v), do)
-    say(f"{'cuDNN attention S1':<22}{forward:>9.3f}{'':>14}{both:>10.3f}")
+    if ATTENTION in args.rows:
+        (q, k, v, *_), _, do = make(ROWS[0])
+        say_peer(ATTENTION, "S1", both_times(attention, (q, k, v), do))
+    for row in ROWS:
+        if f"XLA form {row.name}" in args.rows:
+            inputs, document, do = make(row)
+            taken = both_times(functools.partial(xla_form, document), inputs, do)
+            say_peer(f"XLA form {row.name}", row.name, taken)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text("\n".join([f"$ {' '.join(['python', *sys.argv])}", *lines]) + "\n")
