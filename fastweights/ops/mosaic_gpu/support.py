@@ -4,6 +4,7 @@ Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value 
 """
 
 import functools
+import math
 import warnings
 
 import jax
@@ -20,6 +21,13 @@ def on_hopper() -> bool:
         jax.default_backend() == "gpu"
         and getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
     )
+
+
+def _devices_to_partition_over() -> int:
+    """Devices of the mesh in use, but for axes that a `shard_map` has cut already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in kinds if kind != jax.sharding.AxisType.Manual)
 
 
 def obstacle(
@@ -39,6 +47,9 @@ def obstacle(
         return "the kernels run on GPUs of compute capability 9.0"
     if channels:
         return "the kernels know no decay per key channel"
+    devices = _devices_to_partition_over()
+    if devices > 1:
+        return f"XLA cannot partition the kernels over the mesh's {devices} devices"
     if jax.typeof(q_BTHK).manual_axis_type.varying:
         return "the kernels know no varying mesh axes, so shard_map needs check_vma=False"
     kinds = (jnp.bfloat16, jnp.float32) if one_token else (jnp.bfloat16,)

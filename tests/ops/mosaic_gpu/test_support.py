@@ -1,7 +1,9 @@
 """Which calls the Hopper kernels take, and what is said where they do not."""
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import fastweights.ops.mosaic_gpu.support as support
 from fastweights import ops
@@ -50,3 +52,20 @@ def test_obstacles_on_a_hopper(monkeypatch, arguments, state, channels, reason):
     monkeypatch.setattr(support, "on_hopper", lambda: True)
     got = support.obstacle(*arguments, state, channels=channels)
     assert got is None if reason is None else reason in got
+
+
+def test_a_mesh_of_several_devices_is_an_obstacle_unless_the_call_is_cut_by_hand(monkeypatch):
+    monkeypatch.setattr(support, "on_hopper", lambda: True)
+    seen = []
+
+    def ask(x):
+        seen.append(support.obstacle(*arrays(), None, channels=False))
+        return x
+
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+        ask(None)
+        cut = jax.shard_map(ask, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+        jax.jit(cut)(jnp.ones(8))
+    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        ask(None)
+    assert "8 devices" in seen[0] and seen[1:] == [None, None]
