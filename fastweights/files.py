@@ -5,7 +5,7 @@ import os
 import pathlib
 from typing import Any
 
-from fastweights.errors import UserError
+from fastweights.errors import UserError, check
 
 
 def write_atomic(path: pathlib.Path, text: str) -> None:
@@ -16,6 +16,22 @@ def write_atomic(path: pathlib.Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def save_figure(figure: Any, out: pathlib.Path) -> None:
+    """Saves a matplotlib figure under the name that `--out` gave, and makes its folder.
+
+    Raises:
+      UserError: `out` can't be written, is a folder, or its ending is no known format.
+    """
+    remedy = "name a .png, .svg or .pdf file in a folder that can be written."
+    # Without an ending matplotlib would write to another name than it was given.
+    check(bool(out.suffix) and not out.is_dir(), f"--out '{out}' is no picture's name; {remedy}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(out, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--out '{out}' can't be written ({error}); {remedy}") from error
 
 
 def read_json(path: pathlib.Path) -> Any:

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastweights import ops
+from fastweights import cli, ops
+from fastweights.errors import check
 from fastweights.ops.hippo import legs_pairs
 
 MAMBA_STATES, S4_STATES = 16, 64
@@ -109,6 +110,8 @@ RULES = {
 def parse_shape(text: str) -> Shape:
     try:
         batch, length, heads, dim = (int(part) for part in text.split("x"))
+        if min(batch, length, heads, dim) < 1:
+            raise ValueError
     except ValueError:
         message = f"a shape is BxTxHxD such as 1x4096x4x64, got {text!r}"
         raise argparse.ArgumentTypeError(message) from None
@@ -164,7 +167,7 @@ def bench(rule: str, shape: Shape, chunk_size: int, runs: int) -> None:
         )
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Times the recurrent rules.")
     parser.add_argument(
         "--rules",
@@ -184,6 +187,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--chunk_size", type=int, default=64)
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args(argv)
+    check(args.runs >= 1, f"--runs is {args.runs}; use 1 or more.")
 
     device = jax.devices()[0]
     print(
@@ -197,7 +201,8 @@ def main(argv: list[str] | None = None) -> None:
     for rule in RULES if "all" in args.rules else args.rules:
         for shape in args.shapes:
             bench(rule, shape, args.chunk_size, args.runs)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -28,7 +28,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from fastweights import cli, ops
+from fastweights import cli, files, ops
+from fastweights.errors import check
 
 KEY_DIM, VALUE_DIM = 32, 64
 COUNTS = (4, 8, 16, 32, 64, 128)
@@ -138,6 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=pathlib.Path, help="PNG, SVG or PDF")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    check(args.seed >= 0, f"--seed is {args.seed}; use 0 or more.")
 
     print(f"1. regrouped sum: largest relative difference {regrouped_sum(args.seed):.1e}")
     shares = overwrite(args.seed)
@@ -157,7 +159,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def draw(shares: dict, errors: dict, small: dict, out: pathlib.Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     bars(left, list(shares), {"old value": 0, "new value": 1}, lambda r, i: shares[r][i])
     left.set_title("Read after overwriting")
@@ -171,8 +172,10 @@ def draw(shares: dict, errors: dict, small: dict, out: pathlib.Path) -> None:
     gates = {f"gate {gate}": gate for gate in GATES}
     bars(right, ["a", "b", "c"], gates, lambda key, gate: small[gate][key][0])
     right.set_title("4 x 4 memory: recall of the last value")
-    figure.savefig(out, dpi=150)
-    plt.close(figure)
+    try:
+        files.save_figure(figure, out)
+    finally:
+        plt.close(figure)
 
 
 def bars(axes: Axes, groups: list[str], kinds: dict[str, Any], height: Any) -> None:

@@ -41,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", default="configs/qwen3_5.py:size=27b", help="for cache")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens")
     args, overrides = cli.parse(parser, argv)
+    for length in args.lengths or ():
+        check(length >= 1, f"--lengths has {length}; give numbers of tokens, 1 or more.")
     if args.table == "training":
         check(not overrides, f"the training table takes no overrides, got {overrides}.")
         for letter in args.mixers:

@@ -20,7 +20,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from fastweights import cli
+from fastweights import cli, files
 from fastweights.errors import UserError, check
 
 COLUMNS = (
@@ -127,24 +127,14 @@ def best_points(rows: list[dict[str, str]], name: str | None) -> list[dict[str, 
 
 
 def draw(points: list[dict[str, Any]], out: pathlib.Path) -> None:
-    """Two panels: recall against attention share, and against state bytes (log).
-
-    Raises:
-      UserError: `out` can't be written, or its ending is no known format.
-    """
+    """Two panels: recall against attention share, and against state bytes (log)."""
     figure, (share, state) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     draw_panel(share, points, "attention_share", "share of attention layers")
     draw_panel(state, points, "state_bytes", "state of one sequence (bytes)")
     state.set_xscale("log")
     share.set_ylabel(f"recall on {points[0]['slice']}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=150)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"--out '{out}' can't be written ({error}); name a .png, .svg or .pdf file in a folder "
-            "that can be written."
-        ) from error
+        files.save_figure(figure, out)
     finally:
         plt.close(figure)
 

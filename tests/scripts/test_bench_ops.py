@@ -4,6 +4,7 @@ import jax
 import pytest
 
 import bench_ops
+from fastweights.errors import UserError
 
 SHAPE = (1, 32, 2, 16)
 
@@ -33,7 +34,13 @@ def test_the_table_is_relative_to_the_reference(capsys, monkeypatch):
     ]
 
 
-def test_a_shape_that_is_none_is_told(capsys):
+@pytest.mark.parametrize("shape", ("1x2x3", "1x0x2x8", "1x-5x2x8"))
+def test_a_shape_that_is_none_is_told(capsys, shape):
     with pytest.raises(SystemExit):
-        bench_ops.main(["--shapes", "1x2x3"])
+        bench_ops.main(["--shapes", shape])
     assert "a shape is BxTxHxD" in capsys.readouterr().err
+
+
+def test_a_benchmark_of_no_run_is_refused():
+    with pytest.raises(UserError, match="--runs is 0; use 1 or more"):
+        bench_ops.main(["--runs", "0"])

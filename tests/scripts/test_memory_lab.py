@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import memory_lab
+from fastweights.errors import UserError
 
 
 def test_the_regrouped_sum_is_the_recurrence():
@@ -42,3 +43,12 @@ def test_the_command_draws(tmp_path, capsys):
     memory_lab.main(["--out", str(tmp_path / "lab.png")])
     assert "pairs lost" in capsys.readouterr().out
     assert (tmp_path / "lab.png").stat().st_size > 10_000
+
+
+def test_bad_arguments_of_the_lab_are_named(tmp_path):
+    with pytest.raises(UserError, match="--seed is -1; use 0 or more"):
+        memory_lab.main(["--out", str(tmp_path / "lab.png"), "--seed", "-1"])
+    for name, told in (("lab.foo", "can't be written"), ("", "is no picture's name")):
+        with pytest.raises(UserError, match=f"--out '.*{name}' {told}.*; name a .png, .svg or"):
+            memory_lab.main(["--out", str(tmp_path / name)])
+    assert not list(tmp_path.iterdir())

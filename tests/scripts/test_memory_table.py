@@ -106,3 +106,6 @@ def test_bad_requests_are_named():
         memory_table.main(["training", "--mixers", "A"])
     with pytest.raises(UserError, match="takes no overrides"):
         memory_table.main(["training", "--config.steps=3"])
+    for table in ("training", "cache"):
+        with pytest.raises(UserError, match="--lengths has 0; give numbers of tokens"):
+            memory_table.main([table, "--lengths", "64", "0"])
