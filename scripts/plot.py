@@ -24,8 +24,8 @@ from fastweights import cli, files
 from fastweights.errors import UserError, check
 
 COLUMNS = (
-    "run", "pattern", "slice", "pairs", "length", "lr", "recall", "attention_share", "state_bytes",
-    "chance",
+    "run", "pattern", "slice", "pairs", "length", "lr", "seed", "recall", "attention_share",
+    "state_bytes", "chance",
 )  # fmt: skip
 
 
@@ -93,14 +93,26 @@ def number(row: dict[str, str], column: str) -> float:
 
 
 def best_points(rows: list[dict[str, str]], name: str | None) -> list[dict[str, Any]]:
-    """One point a pattern, at its best learning rate, for the slice `name`."""
+    """One point a pattern, at its best learning rate, for the slice `name`.
+
+    Raises:
+      UserError: no such slice, a cell that is no number, or runs that differ in more than pattern,
+        learning rate and seed, whose mean would say nothing.
+    """
     name = name or max(rows, key=lambda row: (number(row, "pairs"), number(row, "length")))["slice"]
     known = sorted({row["slice"] for row in rows})
     check(name in known, f"slice '{name}' is not in the table; it has {', '.join(known)}.")
     seeds = collections.defaultdict(list)
-    facts = {}
+    facts, runs = {}, {}
     for row in rows:
         if row["slice"] == name:
+            place = (row["pattern"], number(row, "lr"), row["seed"])
+            check(
+                place not in runs,
+                f"runs '{runs.get(place)}' and '{row['run']}' have the same pattern, lr and seed, "
+                "and what else they differ in the figure does not show; leave one of them out.",
+            )
+            runs[place] = row["run"]
             seeds[row["pattern"], number(row, "lr")].append(number(row, "recall"))
             facts[row["pattern"]] = row
     points = []

@@ -56,7 +56,8 @@ def test_a_broken_run_gets_one_row_with_its_cause_and_hides_no_other(
 
 CELLS = {
     "run": "a", "status": "done", "pattern": "A", "slice": "T16_K3", "pairs": "3", "length": "16",
-    "lr": "0.1", "recall": "0.1", "attention_share": "0.5", "state_bytes": "8", "chance": "0.3",
+    "lr": "0.1", "seed": "0", "recall": "0.1", "attention_share": "0.5", "state_bytes": "8",
+    "chance": "0.3",
 }  # fmt: skip
 
 
@@ -103,6 +104,6 @@ def test_the_folder_of_the_plot_is_made_and_a_bad_output_is_told(tmp_path):
 
 
 def test_equal_scores_whose_mean_rounds_outside_them_are_drawn(tmp_path):
-    table = write_table(tmp_path / "table.csv", CELLS, CELLS, CELLS)
+    table = write_table(tmp_path / "table.csv", *(CELLS | {"seed": seed} for seed in "012"))
     plot.main([str(table), "--out", str(tmp_path / "x.png")])
     assert (tmp_path / "x.png").is_file()

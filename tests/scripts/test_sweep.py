@@ -115,6 +115,13 @@ def test_a_pattern_stands_at_its_best_mean_over_seeds_and_shows_their_spread():
     assert (point["low"], point["recall"], point["high"]) == pytest.approx((0.6, 0.7, 0.8))
 
 
+def test_runs_that_differ_in_what_the_plot_does_not_show_are_refused():
+    """Such as beta's range: their mean would be taken for one over seeds."""
+    one = row("D", "0.1", "0", "1.0")
+    with pytest.raises(UserError, match="runs 'r' and 'other' have the same pattern, lr and seed"):
+        plot.best_points([one, one | {"run": "other", "recall": "0.5"}], None)
+
+
 @pytest.mark.parametrize(
     "body, told",
     [
