@@ -186,6 +186,8 @@ class Attention(nnx.Module):
         """
         c = self.config
         B, T, _ = x_BTD.shape
+        if T == 0:  # no last token to number the next one by
+            return x_BTD.astype(self.qkv.dtype), cache
         qkv, conv = self.qkv(x_BTD, segment_ids_BT, None if cache is None else cache["conv"])
         q_BTHK = qkv["q"].reshape(B, T, c.num_heads, c.head_dim)
         k_BTJK = qkv["k"].reshape(B, T, c.kv_heads, c.head_dim)
@@ -227,7 +229,7 @@ class Attention(nnx.Module):
         if c.output_gate:
             gate_BTHK = self.gate(x_BTD).reshape(o_BTHK.shape)
             o_BTHK = o_BTHK * jax.nn.sigmoid(gate_BTHK)
-        return self.out(o_BTHK.reshape(B, T, -1)), cache
+        return self.out(o_BTHK.reshape(B, T, c.num_heads * c.head_dim)), cache
 
     def _attend_cached(self, q_BTHK, k_BTJK, v_BTJK, document_BT, cache):
         """Writes the new tokens behind the cached ones and attends to all slots."""

@@ -12,6 +12,7 @@ Shapes: as in `recurrent.py`; V is the head dim of the paper, K its state size, 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -105,14 +106,15 @@ class GroupedReadOut(nnx.Module):
         )
 
     def __call__(self, o_BTGV: jax.Array, x_BTD: jax.Array) -> jax.Array:
-        o_BTX = o_BTGV.reshape(*x_BTD.shape[:2], -1)
+        o_BTX = o_BTGV.reshape(*x_BTD.shape[:2], math.prod(o_BTGV.shape[2:]))
         gate_BTX = self.gate(x_BTD) if self.has_gate else None
         return self.out(jax.checkpoint(self._gated_norm)(o_BTX, gate_BTX))
 
     def _gated_norm(self, o_BTX: jax.Array, gate_BTX: jax.Array | None) -> jax.Array:
         if gate_BTX is not None:
             o_BTX = o_BTX * jax.nn.silu(gate_BTX.astype(o_BTX.dtype))
-        return self.norm(o_BTX.reshape(*o_BTX.shape[:2], self.groups, -1)).reshape(o_BTX.shape)
+        grouped = (*o_BTX.shape[:2], self.groups, o_BTX.shape[2] // self.groups)
+        return self.norm(o_BTX.reshape(grouped)).reshape(o_BTX.shape)
 
 
 class Mamba2(RecurrentMixer):

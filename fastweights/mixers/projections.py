@@ -9,6 +9,7 @@ matrix as a whole then treats each role by itself, and a cut over heads never ru
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -140,4 +141,4 @@ class ReadOut(nnx.Module):
     def __call__(self, o_BTGV: jax.Array, x_BTD: jax.Array) -> jax.Array:
         gate_BTGV = self.gate(x_BTD).reshape(o_BTGV.shape) if self.has_gate else None
         y_BTGV = self.norm(o_BTGV, gate_BTGV)
-        return self.out(y_BTGV.reshape(*y_BTGV.shape[:2], -1))
+        return self.out(y_BTGV.reshape(*y_BTGV.shape[:2], math.prod(y_BTGV.shape[2:])))

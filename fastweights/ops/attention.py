@@ -83,7 +83,7 @@ def softmax_attention(
     )
     batch, length, heads, key_dim = q_BTHK.shape
     slots, value_dim = k_BSJK.shape[1], v_BSJV.shape[-1]
-    if length == 0 or slots == 0:
+    if 0 in (batch, length, slots):
         return jnp.zeros((batch, length, heads, value_dim), v_BSJV.dtype)
     dtype = jnp.result_type(q_BTHK, k_BSJK, v_BSJV)
     backend: Any = implementation

@@ -47,6 +47,21 @@ def test_any_split_equals_one_run(letter):
 
 
 @pytest.mark.parametrize("letter", "AWLDGKNMS")
+def test_a_call_without_rows_or_tokens_changes_nothing(letter):
+    """Its cache comes back as it was, and the output has no element."""
+    mixer = tiny_models.mixer(letter, D)
+    for rows, length in ((0, 5), (2, 0)):
+        cache = mixer.init_cache(rows, 8, jnp.float32)
+        x, ids = jnp.zeros((rows, length, D)), jnp.ones((rows, length), jnp.int32)
+        for segment_ids_BT in (None, ids):
+            for given in (None, cache):
+                y, after = mixer(x, segment_ids_BT=segment_ids_BT, cache=given)
+                assert y.shape == (rows, length, D)
+                if given is not None and length == 0:
+                    jax.tree.map(np.testing.assert_array_equal, after, cache)
+
+
+@pytest.mark.parametrize("letter", "AWLDGKNMS")
 def test_decode_writes_into_a_donated_cache(letter):
     mixer = tiny_models.mixer(letter, D)
     cache = mixer.init_cache(2, 8, np.float32)
