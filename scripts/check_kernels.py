@@ -129,23 +129,15 @@ def make(case: Case, seed: int = 0):
 
 def results(op: Callable, inputs, cotangents) -> Callable:
     """A compiled call -> output, final state and all gradients, by name."""
-    present = [i for i, x in enumerate(inputs) if x is not None]
 
-    def call(*some):
-        whole = list(inputs)
-        for i, x in zip(present, some, strict=True):
-            whole[i] = x
-        return op(*whole)
-
-    def run(some, cotangents):
-        out, pull = jax.vjp(call, *some)
+    def run(inputs, cotangents):
+        out, pull = jax.vjp(op, *inputs)
         gradients = pull(jax.tree.map(lambda d, o: d.astype(o.dtype), cotangents, out))
-        named = {NAMES[i]: x for i, x in zip(present, gradients, strict=True)}
+        named = {name: x for name, x in zip(NAMES, gradients, strict=True) if x is not None}
         return {"o": out[0], "state": out[1], **named}
 
-    some = [inputs[i] for i in present]
-    compiled = jax.jit(run).lower(some, cotangents).compile()
-    return lambda: jax.tree.map(np.asarray, compiled(some, cotangents))
+    compiled = jax.jit(run).lower(inputs, cotangents).compile()
+    return lambda: jax.tree.map(np.asarray, compiled(inputs, cotangents))
 
 
 def parameter_cosine(case: Case, inputs, got, want) -> float:

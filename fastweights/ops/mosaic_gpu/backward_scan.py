@@ -27,8 +27,10 @@ from fastweights.ops.mosaic_gpu.tiles import (
     F32,
     MATRIX,
     SHARED_MEMORY,
+    WIDTH,
     along_columns,
     call,
+    computing_warpgroups,
     continue_sums,
     digits,
     feed,
@@ -45,7 +47,6 @@ from fastweights.ops.mosaic_gpu.tiles import (
     zeros,
 )
 
-WIDTH = 64  # rows of dS^T a warpgroup
 REGISTERS = (232, 40)  # of a thread that computes, and that copies
 
 
@@ -82,7 +83,7 @@ def scan_backward(
     chunks = length // CHUNK
     steps = chunks // pieces
     delta = A_BGNCC is not None
-    computing = 2 if value_dim % (2 * WIDTH) == 0 and key_dim <= 128 else 1
+    computing = computing_warpgroups(value_dim)
     parts = value_dim // (computing * WIDTH)
     bytes_fixed, bytes_stage = _bytes(key_dim, computing, delta, ends_only)
     stages = max(1, min(3, steps, (SHARED_MEMORY - bytes_fixed) // bytes_stage))

@@ -29,9 +29,11 @@ from fastweights.ops.mosaic_gpu.tiles import (
     F32,
     MATRIX,
     SHARED_MEMORY,
+    WIDTH,
     along_columns,
     along_rows,
     call,
+    computing_warpgroups,
     continue_sums,
     digits,
     fence_reads,
@@ -49,7 +51,6 @@ from fastweights.ops.mosaic_gpu.tiles import (
     with_sums,
 )
 
-WIDTH = 64  # rows of S^T a warpgroup
 # Registers a thread of (computing, copying) warpgroups after they traded: a block of three
 # warpgroups starts with 168 each, and asking for more than 504 in all waits for ever.
 REGISTERS = (200, 104)
@@ -101,7 +102,7 @@ def scan_forward(
     chunks = length // CHUNK
     steps = chunks // pieces
     delta, packed = A_BGNCC is not None, gates.start_BNC is not None
-    computing = 2 if value_dim % (2 * WIDTH) == 0 and key_dim <= 128 else 1
+    computing = computing_warpgroups(value_dim)
     parts = value_dim // (computing * WIDTH)
     bytes_fixed, bytes_stage = _bytes(key_dim, computing, delta, save)
     stages = max(1, min(3, steps, (SHARED_MEMORY - bytes_fixed) // bytes_stage))
@@ -155,15 +156,6 @@ def scan_forward(
                     if save:
                         store(stores[1].at[me], S_low, save_refs[0].at[b, h, n, mine, :], False)
 
-                def from_state():
-                    def run(o):
-                        issue(o, S_low, transposed(query))
-                        if not delta:
-                            store_state()
-                        return read(o) * (scale * read_decay())
-
-                    return with_sums(run, [shape], simulate)
-
                 if delta:
 
                     def run(x, u):
@@ -183,7 +175,13 @@ def scan_forward(
 
                     U, U_decayed, out = with_sums(run, [shape, shape], simulate)
                 else:
-                    out = from_state()
+
+                    def from_state(o):
+                        issue(o, S_low, transposed(query))
+                        store_state()
+                        return read(o) * (scale * read_decay())
+
+                    out = with_sums(from_state, [shape], simulate)
                     U = in_layout(plgpu.load(transposed(value), layout=MATRIX))
                     U_decayed = (U.astype(F32) * write_decay()).astype(BF16)
                 plgpu.barrier_wait(scored.at[here])

@@ -56,9 +56,9 @@ def make_gates(g_BTG: jax.Array, document_BT: jax.Array | None) -> Gates:
     carried_BN = jnp.pad(last_BN[:, :-1], ((0, 0), (1, 0)))
     reads = (document_BNC == carried_BN[..., None])[:, None]
     writes = (document_BNC == last_BN[..., None])[:, None]
-    before_BNC = jnp.concatenate([carried_BN[..., None], document_BNC[..., :-1]], axis=-1)
+    begins_BNC = begins(document_BT).reshape(document_BNC.shape)
     place = jnp.arange(CHUNK, dtype=jnp.int32)[None, None]
-    start_BNC = jax.lax.cummax(jnp.where(document_BNC != before_BNC, place, 0), axis=2)
+    start_BNC = jax.lax.cummax(jnp.where(begins_BNC, place, 0), axis=2)
     return Gates(sum_BGNC, jnp.where(reads, read, 0.0), jnp.where(writes, write, 0.0), start_BNC)
 
 

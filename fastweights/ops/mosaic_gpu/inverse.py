@@ -34,7 +34,6 @@ from fastweights.ops.mosaic_gpu.tiles import (
     CHUNK,
     F32,
     MULTIPROCESSORS,
-    SHARED_MEMORY,
     along_columns,
     along_rows,
     call,
@@ -57,6 +56,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
 
 HALF = CHUNK // 2
 BAND = 4
+WARPGROUPS = 4  # of a block; at 128 registers a thread they fill a multiprocessor
 
 
 def gated_inverse(
@@ -79,9 +79,8 @@ def gated_inverse(
     group = value_heads // heads
     packed = gates.start_BNC is not None
     total = batch * value_heads * chunks
-    warpgroups = 4 if 4 * _bytes(key_dim) <= SHARED_MEMORY else 3
-    blocks = min(MULTIPROCESSORS, -(-total // warpgroups))
-    stride = blocks * warpgroups
+    blocks = min(MULTIPROCESSORS, -(-total // WARPGROUPS))
+    stride = blocks * WARPGROUPS
     # One vector a direction: rows [2, C] of (G, beta), halves [4, C/2] of the same for columns.
     vectors = jnp.stack([gates.sum_BGNC, beta_BGNC], axis=-2)
     halves = vectors.reshape(batch, value_heads, chunks, 4, HALF)
@@ -94,7 +93,7 @@ def gated_inverse(
         *tiles, vectors_all, halves_all, starts_all, barriers = scratch
         keys_all = tiles[0]
         barrier = barriers.at[me]
-        first = block * warpgroups + me
+        first = block * WARPGROUPS + me
         count = jax.lax.div(jnp.int32(total - 1 + stride) - first, jnp.int32(stride))
 
         def place(i):
@@ -201,18 +200,18 @@ def gated_inverse(
 
         plgpu.wait_smem_to_gmem(0)
 
-    half = tile(warpgroups, CHUNK, HALF, width=HALF)
+    half = tile(WARPGROUPS, CHUNK, HALF, width=HALF)
     scratch = [
-        tile(warpgroups, CHUNK, key_dim),
-        plgpu.SMEM((warpgroups, substitution.SCRATCH), F32),
+        tile(WARPGROUPS, CHUNK, key_dim),
+        plgpu.SMEM((WARPGROUPS, substitution.SCRATCH), F32),
         half,
         half,
         half,
         half,
-        plgpu.SMEM((warpgroups, 2, 2, CHUNK), F32),
-        plgpu.SMEM((warpgroups, 2, 4, HALF), F32),
-        plgpu.SMEM((warpgroups, 2, CHUNK), jnp.int32),
-        plgpu.Barrier(num_arrivals=4 if packed else 3, num_barriers=warpgroups),
+        plgpu.SMEM((WARPGROUPS, 2, 2, CHUNK), F32),
+        plgpu.SMEM((WARPGROUPS, 2, 4, HALF), F32),
+        plgpu.SMEM((WARPGROUPS, 2, CHUNK), jnp.int32),
+        plgpu.Barrier(num_arrivals=4 if packed else 3, num_barriers=WARPGROUPS),
     ]
     operands = [k_BTHK, vectors, halves]
     if gates.start_BNC is not None:
@@ -226,13 +225,7 @@ def gated_inverse(
             jax.ShapeDtypeStruct(beta_BGNC.shape, F32),
         ),
         blocks=blocks,
-        threads=warpgroups,
+        threads=WARPGROUPS,
         scratch=scratch,
         simulate=simulate,
     )
-
-
-def _bytes(key_dim: int) -> int:
-    """Shared memory of one warpgroup."""
-    halves = 4 * CHUNK * HALF * 2
-    return CHUNK * key_dim * 2 + 4 * substitution.SCRATCH + halves + 2 * (16 + 4) * CHUNK + 64

@@ -24,8 +24,10 @@ from fastweights.ops.mosaic_gpu.tiles import (
     LOG2_E,
     MATRIX,
     MULTIPROCESSORS,
+    WIDTH,
     along_columns,
     call,
+    computing_warpgroups,
     continue_sums,
     digits,
     feed,
@@ -43,7 +45,6 @@ from fastweights.ops.mosaic_gpu.tiles import (
     with_sums,
 )
 
-WIDTH = 64  # rows of S^T a warpgroup
 NEGLIGIBLE = 12.0 * LOG2_E  # decay in units of log 2 behind which a state counts as gone
 SHORTEST = 4  # chunks of a piece, below which cutting does not pay
 
@@ -120,7 +121,7 @@ def final_states(
     delta = A_BGNCC is not None
     rows = key_dim if moves else v_BTGV.shape[3]
     group, steps = value_heads // heads, length // CHUNK // pieces
-    computing = 2 if rows % (2 * WIDTH) == 0 and key_dim <= 128 else 1
+    computing = computing_warpgroups(rows)
     parts = rows // (computing * WIDTH)
     stages = min(3, steps)
     shape = (WIDTH, CHUNK)

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as _plgpu
 
 plgpu: Any = _plgpu  # the type checker knows only a part of the module
 CHUNK = 64  # rows of one wgmma
+WIDTH = 64  # rows of S^T a warpgroup of the scans
 F32, BF16 = jnp.float32, jnp.bfloat16
 SHARED_MEMORY = 227 * 1024  # bytes one block may have
 MULTIPROCESSORS = 132  # of an H100 or H200
@@ -31,13 +32,15 @@ LOG2_E = 1.4426950408889634
 NOTHING = -1e30  # an exponent whose power of two is exactly zero
 
 
-def tile(*shape: int, dtype=BF16, width: int = 64) -> Any:
-    """Shared memory for matrices as wgmma and the copy engine want them."""
-    transforms = (
-        plgpu.TilingTransform((8, width)),
-        plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize),
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+def tile(*shape: int, width: int = 64) -> Any:
+    """Shared memory for bfloat16 matrices as wgmma and the copy engine want them."""
+    transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
+    return plgpu.SMEM(shape, BF16, transforms=transforms)
+
+
+def computing_warpgroups(rows: int) -> int:
+    """How many warpgroups of WIDTH rows share a block that scans a state of this many rows."""
+    return 2 if rows % (2 * WIDTH) == 0 else 1
 
 
 def transposed(ref: Any) -> Any:
@@ -199,7 +202,6 @@ def call(
     threads: int,
     scratch: Sequence[Any],
     simulate: bool,
-    **compiler_params: Any,
 ) -> Any:
     """Starts a kernel of `blocks` blocks of `threads` warpgroups.
 
@@ -224,7 +226,7 @@ def call(
         num_threads=threads,
         thread_name="warpgroup",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True, **compiler_params),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=plgpu.InterpretGPUParams() if simulate else None,
     )
     with jax.enable_x64(False):  # the kernels count in int32, also where the caller has wider types

@@ -42,18 +42,14 @@ def simulate(x, lengths=None, pieces=None):
     document = None
     if lengths is not None:
         document = jnp.asarray(np.repeat(np.arange(len(lengths)), lengths)[None], jnp.int32)
-    present = [i for i, a in enumerate(inputs) if a is not None]
 
-    def run(*some):
-        whole = list(inputs)
-        for i, a in zip(present, some, strict=True):
-            whole[i] = a
+    def run(*inputs):
         scale = x["q"].shape[-1] ** -0.5
-        return rule.core(*whole, document, scale=scale, pieces=pieces, simulate=True)
+        return rule.core(*inputs, document, scale=scale, pieces=pieces, simulate=True)
 
-    (o, S), pull = jax.vjp(run, *(inputs[i] for i in present))
+    (o, S), pull = jax.vjp(run, *inputs)
     gradients = pull((jnp.asarray(x["do"], o.dtype), jnp.asarray(x["dS"])))
-    out = {f"d{names[i]}": d for i, d in zip(present, gradients, strict=True)}
+    out = {f"d{n}": d for n, d in zip(names, gradients, strict=True) if d is not None}
     return {"o": o, "S": S, **out}
 
 
