@@ -21,7 +21,7 @@ from fastweights.data.packing import to_batch
 from fastweights.data.source import builtin_documents
 from fastweights.data.tokenizer import BYTES
 from fastweights.errors import UserError, check
-from fastweights.tasks import TASKS, Batch, MQARConfig, ParityConfig, S3Config, TaskConfig
+from fastweights.tasks import TASKS, Batch, TaskConfig
 from fastweights.tasks.base import IGNORE, stream
 
 TEXT = "text"
@@ -70,7 +70,7 @@ class DataConfig:
       kind: "text" or the name of a task.
       length: tokens of a row.
       text: options for kind "text".
-      mqar, parity, s3: options for the kinds of these names.
+      mqar, parity, ...: options for the kinds of these names.
 
     Raises:
       UserError: for an unknown kind or a length that holds no training example.
@@ -79,9 +79,34 @@ class DataConfig:
     kind: str = "mqar"
     length: int = 256
     text: TextConfig = dataclasses.field(default_factory=TextConfig)
-    mqar: MQARConfig = dataclasses.field(default_factory=MQARConfig)
-    parity: ParityConfig = dataclasses.field(default_factory=ParityConfig)
-    s3: S3Config = dataclasses.field(default_factory=S3Config)
+    mqar: tasks.MQARConfig = dataclasses.field(default_factory=tasks.MQARConfig)
+    mqar_overwrite: tasks.OverwriteConfig = dataclasses.field(default_factory=tasks.OverwriteConfig)
+    mqar_composed: tasks.ComposedConfig = dataclasses.field(default_factory=tasks.ComposedConfig)
+    in_context_recall: tasks.InContextRecallConfig = dataclasses.field(
+        default_factory=tasks.InContextRecallConfig
+    )
+    noisy_recall: tasks.NoisyRecallConfig = dataclasses.field(
+        default_factory=tasks.NoisyRecallConfig
+    )
+    fuzzy_recall: tasks.FuzzyRecallConfig = dataclasses.field(
+        default_factory=tasks.FuzzyRecallConfig
+    )
+    memorize: tasks.MemorizeConfig = dataclasses.field(default_factory=tasks.MemorizeConfig)
+    selective_copy: tasks.SelectiveCopyConfig = dataclasses.field(
+        default_factory=tasks.SelectiveCopyConfig
+    )
+    palindrome: tasks.PalindromeConfig = dataclasses.field(default_factory=tasks.PalindromeConfig)
+    stack: tasks.StackConfig = dataclasses.field(default_factory=tasks.StackConfig)
+    k_hop: tasks.KHopConfig = dataclasses.field(default_factory=tasks.KHopConfig)
+    parity: tasks.ParityConfig = dataclasses.field(default_factory=tasks.ParityConfig)
+    mod_arith: tasks.ModArithConfig = dataclasses.field(default_factory=tasks.ModArithConfig)
+    s3: tasks.S3Config = dataclasses.field(default_factory=tasks.S3Config)
+    s5: tasks.S5Config = dataclasses.field(default_factory=tasks.S5Config)
+    parity_retrieval: tasks.ParityRetrievalConfig = dataclasses.field(
+        default_factory=tasks.ParityRetrievalConfig
+    )
+    phonebook: tasks.PhonebookConfig = dataclasses.field(default_factory=tasks.PhonebookConfig)
+    niah: tasks.NIAHConfig = dataclasses.field(default_factory=tasks.NIAHConfig)
 
     def __post_init__(self):
         kinds = (TEXT, *TASKS)

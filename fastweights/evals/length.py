@@ -12,7 +12,7 @@ from fastweights.data.pipeline import HELD_OUT, TEXT
 from fastweights.errors import check
 from fastweights.evals.forward import Context
 from fastweights.evals.perplexity import position_sums
-from fastweights.evals.recall import score_slices
+from fastweights.evals.recall import mean_recall, score_slices
 from fastweights.evals.result import Result
 from fastweights.tasks import Slice, eval_slices
 
@@ -28,7 +28,7 @@ def evaluate(context: Context, params: Any) -> Result:
     data = context.config.data
     if data.kind != TEXT:
         rows = score_slices(context, params, _slices(data))
-        return Result({"mean": float(np.mean([row["recall"] for row in rows]))}, rows)
+        return Result({"mean": mean_recall(rows)}, rows)
 
     corpus = open_text(data)
     limit = context.config.eval.max_batches or None

@@ -1,4 +1,7 @@
-"""Recall by slice: accuracy over answer positions, beside what a guess would score."""
+"""Recall by slice, beside what a guess would score.
+
+`recall` is the accuracy over answer positions, `whole` the share of examples without a mistake.
+"""
 
 from typing import Any
 
@@ -17,7 +20,12 @@ def evaluate(context: Context, params: Any) -> Result:
     Longer slices are extrapolation, which the eval `length` reports: one mean would hide either.
     """
     rows = score_slices(context, params, _slices(context.config.data))
-    return Result({"mean": float(np.mean([row["recall"] for row in rows]))}, rows)
+    return Result({"mean": mean_recall(rows)}, rows)
+
+
+def mean_recall(rows: list[dict[str, Any]]) -> float:
+    """The mean over slices; rows of single kinds are parts of them."""
+    return float(np.mean([row["recall"] for row in rows if "/" not in row["slice"]]))
 
 
 def check_fits(data: DataConfig) -> None:
@@ -40,23 +48,48 @@ def _slices(data: DataConfig) -> list[Slice]:
 
 
 def score_slices(context: Context, params: Any, slices: list[Slice]) -> list[dict[str, Any]]:
-    """One row a slice, in their order."""
+    """A row a slice, in their order, and behind it one for each kind of answer its task tells."""
     datasets = eval_datasets(context.config.data, rows=context.rows)
-    return [_score(context, params, part, datasets[part.name]) for part in slices]
+    kinds = context.config.data.task.KINDS
+    return [
+        row
+        for part in slices
+        for row in _score(part, list(context.scores(params, datasets[part.name])), kinds)
+    ]
 
 
-def _score(context: Context, params: Any, part: Slice, batches: Any) -> dict[str, Any]:
-    correct, asked, nll = 0, 0, 0.0
-    for batch, losses in context.scores(params, batches):
-        correct += int(losses.correct_BT.sum())
-        nll += float(losses.nll_BT.sum(dtype=np.float64))
-        asked += int((batch["targets"] >= 0).sum())
+def _score(part: Slice, scored: list[Any], kinds: tuple[str, ...]) -> list[dict[str, Any]]:
+    asked = [batch["targets"] >= 0 for batch, _ in scored]
+    rows = [_row(part, part.name, scored, asked)]
+    for i, kind in enumerate(kinds):
+        of_kind = [
+            some & (batch["kinds"] == i) for (batch, _), some in zip(scored, asked, strict=True)
+        ]
+        if any(some.any() for some in of_kind):
+            rows.append(_row(part, f"{part.name}/{kind}", scored, of_kind))
+    return rows
+
+
+def _row(part: Slice, name: str, scored: list[Any], asked: list[np.ndarray]) -> dict[str, Any]:
+    """Scores of the answers at `asked`: of each, and of examples that have all of them right."""
+    correct, answers, nll, whole, examples = 0, 0, 0.0, 0, 0
+    for (batch, losses), some_RL in zip(scored, asked, strict=True):
+        correct += int(losses.correct_BT[some_RL].sum())
+        answers += int(some_RL.sum())
+        nll += float(losses.nll_BT[some_RL].sum(dtype=np.float64))
+        rows, _ = np.nonzero(some_RL)
+        example_of = np.stack([rows, batch["segment_ids"][some_RL]])
+        found, which = np.unique(example_of, axis=1, return_inverse=True)
+        wrong = np.bincount(which, ~losses.correct_BT[some_RL], found.shape[1])
+        whole += int((wrong == 0).sum())
+        examples += found.shape[1]
     return {
-        "slice": part.name,
+        "slice": name,
         "length": part.length,
         "pairs": part.pairs,
-        "recall": correct / asked,
+        "recall": correct / answers,
+        "whole": whole / examples,
         "chance": part.chance,
-        "nll": nll / asked,
-        "answers": asked,
+        "nll": nll / answers,
+        "answers": answers,
     }

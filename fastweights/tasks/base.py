@@ -7,9 +7,12 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fastweights.errors import UserError, check
+from fastweights.tasks.draws import Array, DeviceDraws, Draws, HostDraws
 
 Batch = dict[str, np.ndarray]
 """`tokens`, `targets`, `segment_ids`, `positions`, each int32 [R, L].
@@ -36,20 +39,27 @@ class Slice:
       choices: answers that a guess has to choose from; 0 means as many as pairs. Recall tasks take
         values from their own part of the vocabulary, so that even a model without any memory of
         which key had which value learns to answer with one it has seen.
+      marks: letters and numbers of what else tells this slice from others, such as ("H", 4).
+      floor: the accuracy of a guess where it is not one in so many choices; 0 where it is.
     """
 
     length: int
     pairs: int = 0
     choices: int = 0
+    marks: tuple[tuple[str, int], ...] = ()
+    floor: float = 0.0
 
     @property
     def name(self) -> str:
-        return f"T{self.length}_K{self.pairs}" if self.pairs else f"T{self.length}"
+        pairs = (("K", self.pairs),) if self.pairs else ()
+        return "_".join(
+            f"{letter}{size}" for letter, size in (("T", self.length), *pairs, *self.marks)
+        )
 
     @property
     def chance(self) -> float:
         """Accuracy of a guess: the floor for a score."""
-        return 1.0 / (self.choices or self.pairs)
+        return self.floor or 1.0 / (self.choices or self.pairs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +75,9 @@ class TaskConfig:
       test_seed: seed of the evaluation stream. It is not the run's seed, so all runs are scored on
         the same examples.
 
+    A class names its `KINDS` of answers, if they are to be scored apart too, and its `CHEATERS`:
+    guesses of solvers.py that know nothing of the context and may not score above 1.2 x chance.
+
     An entry is the tuple of integers that `ENTRY` names, the length first; one that is an integer
     alone may be written without the tuple.
 
@@ -74,6 +87,8 @@ class TaskConfig:
 
     NAME: ClassVar[str]
     ENTRY: ClassVar[tuple[str, ...]] = ("length",)
+    KINDS: ClassVar[tuple[str, ...]] = ()
+    CHEATERS: ClassVar[tuple[str, ...]] = ("majority", "position", "unigram")
 
     train: tuple[tuple[Any, ...], ...]
     test: tuple[Any, ...]
@@ -93,13 +108,18 @@ class TaskConfig:
         """Raises `UserError` where an entry of `train` or `test` (`field`) can't be."""
         raise NotImplementedError
 
-    def examples(
-        self, rng: np.random.Generator, count: int, part: Slice
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Draws `count` examples of one slice: (tokens_NT, targets_NT), int32.
+    def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
+        """Draws `count` examples of one slice: (tokens_NT, targets_NT), integers.
 
-        A target is the answer at a position, -1 where nothing is asked. Every example of a slice
-        asks as often as the others.
+        A target is the answer at a position, -1 where nothing is asked. It runs on the host and
+        inside `jit`, so it changes no array in place and shapes depend on the slice alone.
+        """
+        raise NotImplementedError
+
+    def kinds(self, tokens_NT: np.ndarray, targets_NT: np.ndarray) -> np.ndarray:
+        """Which of `KINDS` each answer is of, to score them apart; anything where nothing is asked.
+
+        Only tasks that name kinds have this.
         """
         raise NotImplementedError
 
@@ -151,24 +171,60 @@ def train_batch(config: TaskConfig, *, seed: int, index: int, rows: int, length:
     """
     check_fits(config, length)
     rng = stream(seed, TRAIN_STREAM, index)
-    parts = [config.part(*entry[:-1]) for entry in config.train]
-    weight_S = np.array([entry[-1] for entry in config.train])
-    odds_S = weight_S / np.array([length // part.length for part in parts])
-    choice_R = rng.choice(len(parts), size=rows, p=odds_S / odds_S.sum())
+    parts, odds_S = _mix(config, length)
+    choice_R = rng.choice(len(parts), size=rows, p=odds_S)
     batch: Batch = {}
     for i, part in enumerate(parts):
         chosen = np.flatnonzero(choice_R == i)
-        found = slice_batch(config, part, rng, len(chosen), length)
+        if not len(chosen):
+            continue
+        found = slice_batch(config, part, HostDraws(rng), len(chosen), length)
         for name, values_RL in found.items():
             batch.setdefault(name, np.zeros((rows, length), np.int32))[chosen] = values_RL
     return batch
 
 
-def slice_batch(
-    config: TaskConfig, part: Slice, rng: np.random.Generator, rows: int, length: int
-) -> Batch:
+def device_batch(
+    config: TaskConfig, *, seed: int | jax.Array, index: jax.Array, rows: int, length: int
+) -> dict[str, jax.Array]:
+    """As `train_batch`, inside `jit` and from JAX's numbers: of the same law, not the same batch.
+
+    `seed` and `index` may be traced, so one program makes the batches of all seeds and steps.
+    """
+    check_fits(config, length)
+    key = jax.random.key(seed)
+    for word in (TRAIN_STREAM, index):
+        key = jax.random.fold_in(key, word)
+    parts, odds_S = _mix(config, length)
+    chosen, *keys = jax.random.split(key, 1 + len(parts))
+    choice_R1 = jax.random.categorical(chosen, jnp.log(jnp.asarray(odds_S)), shape=(rows,))[:, None]
+    batch: dict[str, jax.Array] = {}
+    # Every slice fills all rows and each row keeps one: shapes may not depend on the choice.
+    for i, (part, key) in enumerate(zip(parts, keys, strict=True)):
+        found = slice_batch(config, part, DeviceDraws(key), rows, length)
+        for name, values_RL in found.items():
+            kept_RL = batch[name] if i else values_RL
+            batch[name] = jnp.where(choice_R1 == i, values_RL, kept_RL)
+    return batch
+
+
+def _mix(config: TaskConfig, length: int) -> tuple[list[Slice], np.ndarray]:
+    """The training slices and the probability that a row is of each."""
+    parts = [config.part(*entry[:-1]) for entry in config.train]
+    weight_S = np.array([entry[-1] for entry in config.train])
+    odds_S = weight_S / np.array([length // part.length for part in parts])
+    return parts, odds_S / odds_S.sum()
+
+
+def slice_batch(config: TaskConfig, part: Slice, draws: Draws, rows: int, length: int) -> Any:
     """A batch of `rows` rows, each with `length // part.length` examples of one slice."""
-    return pack_rows(*config.examples(rng, rows * (length // part.length), part), length)
+    found = config.examples(draws, rows * (length // part.length), part)
+    return pack_rows(*found, length, xp=draws.xp)
+
+
+def unasked(draws: Draws, count: int, length: int) -> Array:
+    """targets_NT before anything is asked."""
+    return draws.xp.full((count, length), IGNORE, np.int32)
 
 
 def check_fits(config: TaskConfig, length: int) -> None:
@@ -193,9 +249,14 @@ def eval_rows(config: TaskConfig, part: Slice, length: int) -> Batch:
     the batch or the other slices. Rows have `length` tokens, or `part.length` where that is more
     (evaluation beyond the training length).
     """
-    rng = stream(config.test_seed, EVAL_STREAM, part.length, part.pairs)
-    found = config.examples(rng, config.test_examples, part)
-    return pack_rows(*found, max(length, part.length))
+    words = (part.length, part.pairs, *(size for _, size in part.marks))
+    rng = stream(config.test_seed, EVAL_STREAM, *words)
+    found = config.examples(HostDraws(rng), config.test_examples, part)
+    batch = pack_rows(*found, max(length, part.length))
+    if config.KINDS:
+        kinds_NT = config.kinds(*found)
+        batch["kinds"] = pack_rows(found[0], kinds_NT, max(length, part.length))["targets"]
+    return batch
 
 
 def stream(seed: int, tag: int, *words: int) -> np.random.Generator:
@@ -214,14 +275,14 @@ def stream(seed: int, tag: int, *words: int) -> np.random.Generator:
     return np.random.default_rng((seed, tag, *words))
 
 
-def pack_rows(tokens_NT: np.ndarray, targets_NT: np.ndarray, length: int) -> Batch:
+def pack_rows(tokens_NT: Array, targets_NT: Array, length: int, *, xp: Any = np) -> dict[str, Any]:
     """Lays examples side by side in rows of `length` tokens, `length // T` in each.
 
     The end of a row that holds no whole example is padding, and so is what the last row lacks in
     examples.
 
     Returns:
-      A batch of ceil(N / (length // T)) rows.
+      A batch of ceil(N / (length // T)) rows, arrays of the module `xp`.
     """
     count, size = tokens_NT.shape
     per_row = length // size
@@ -233,27 +294,26 @@ def pack_rows(tokens_NT: np.ndarray, targets_NT: np.ndarray, length: int) -> Bat
     rows = -(-count // per_row)
     used = per_row * size
 
-    def lay(values_NT: np.ndarray, empty: int) -> np.ndarray:
-        full = np.full((rows * per_row, size), empty, np.int32)
-        full[:count] = values_NT
-        out_RL = np.full((rows, length), empty, np.int32)
-        out_RL[:, :used] = full.reshape(rows, used)
-        return out_RL
+    def lay(values_NT: Array, empty: int) -> Array:
+        values_NT = values_NT.astype(np.int32)
+        missing = ((0, rows * per_row - count), (0, 0))
+        full = xp.pad(values_NT, missing, constant_values=empty).reshape(rows, used)
+        return xp.pad(full, ((0, 0), (0, length - used)), constant_values=empty)
 
-    ids_N1 = (np.arange(count, dtype=np.int32) % per_row + 1)[:, None]
+    ids_N1 = (xp.arange(count) % per_row + 1)[:, None]
     return {
         "tokens": lay(tokens_NT, 0),
         "targets": lay(targets_NT, IGNORE),
-        "segment_ids": lay(np.broadcast_to(ids_N1, (count, size)), 0),
-        "positions": lay(np.broadcast_to(np.arange(size, dtype=np.int32), (count, size)), 0),
+        "segment_ids": lay(xp.broadcast_to(ids_N1, (count, size)), 0),
+        "positions": lay(xp.broadcast_to(xp.arange(size)[None], (count, size)), 0),
     }
 
 
 def accuracy(predictions: np.ndarray, targets: np.ndarray) -> float:
     """Share of the answer positions (targets >= 0) at which `predictions` equals `targets`.
 
-    All queries weigh the same. Every example of a slice has the same number of queries, so within a
-    slice this is also the mean over examples of each example's accuracy.
+    All queries weigh the same. Where every example of a slice has the same number of queries, this
+    is also the mean over examples of each example's accuracy.
 
     Raises:
       UserError: if the shapes differ or nothing is asked.

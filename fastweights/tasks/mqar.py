@@ -11,7 +11,7 @@ The query zone of T - 2K tokens has (T - 2K) / 2 slots at its even offsets. Slot
 with weight a * i^(a-1): a = 1 is uniform, a near 0 puts most queries soon after the pairs. K slots
 are drawn one after the other without replacement.
 
-Array legend: N examples, T tokens, K pairs, S slots, P population, R rows, L row length.
+Array legend: N examples, T tokens, K pairs.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ from typing import ClassVar
 import numpy as np
 
 from fastweights.errors import check
-from fastweights.tasks.base import IGNORE, Slice, TaskConfig
+from fastweights.tasks.base import Slice, TaskConfig, unasked
+from fastweights.tasks.draws import Array, Draws, interleave, slots
 
 QUERY_ORDERS = ("independent", "coupled")
 FILLERS = ("zero", "random", "reserved")
@@ -113,63 +114,30 @@ class MQARConfig(TaskConfig):
     def part(self, length: int, pairs: int) -> Slice:
         return Slice(length, pairs)
 
-    def examples(
-        self, rng: np.random.Generator, count: int, part: Slice
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         """As in `TaskConfig`; targets are the value at each query's key."""
         length, pairs = part.length, part.pairs
-        keys_NK = 1 + _distinct(rng, count, self.first_reserved - 1, pairs)
-        values_NK = self.first_value + _distinct(
-            rng, count, self.vocab_size - self.first_value, pairs
+        keys_NK = 1 + draws.distinct(count, self.first_reserved - 1, pairs)
+        values_NK = self.first_value + draws.distinct(
+            count, self.vocab_size - self.first_value, pairs
         )
-        slots_NK = _slots(rng, count, (length - 2 * pairs) // 2, pairs, self.power_a)
+        slots_NK = slots(draws, count, (length - 2 * pairs) // 2, pairs, self.power_a)
         if self.query_order == "independent":
-            slots_NK = rng.permuted(slots_NK, axis=1)
+            slots_NK = draws.shuffled(slots_NK)
 
-        tokens_NT = _FILL[self.filler](self, rng, (count, length))
-        tokens_NT[:, 0 : 2 * pairs : 2] = keys_NK
-        tokens_NT[:, 1 : 2 * pairs : 2] = values_NK
+        fill_NT = _FILL[self.filler](self, draws, (count, length))
+        pairs_NT = interleave(draws, keys_NK, values_NK)
         asked_NK = 2 * pairs + 2 * slots_NK
-        np.put_along_axis(tokens_NT, asked_NK, keys_NK, axis=1)
-        targets_NT = np.full((count, length), IGNORE, np.int32)
-        np.put_along_axis(targets_NT, asked_NK, values_NK, axis=1)
-        return tokens_NT, targets_NT
+        tokens_NT = draws.xp.concatenate([pairs_NT, fill_NT[:, 2 * pairs :]], axis=1)
+        tokens_NT = draws.put(tokens_NT, asked_NK, keys_NK)
+        return tokens_NT, draws.put(unasked(draws, count, length), asked_NK, values_NK)
 
 
-def _distinct(rng: np.random.Generator, count: int, population: int, take: int) -> np.ndarray:
-    """`count` ordered uniform samples without replacement of `take` out of range(population).
-
-    The first steps of a Fisher-Yates shuffle, in step for all samples.
-    """
-    deck_NP = np.tile(np.arange(population, dtype=np.int32), (count, 1))
-    picks_NK = rng.integers(np.arange(take), population, size=(count, take))
-    row_N = np.arange(count)
-    for j in range(take):
-        pick_N = picks_NK[:, j]
-        deck_NP[row_N, j], deck_NP[row_N, pick_N] = deck_NP[row_N, pick_N], deck_NP[row_N, j]
-    return deck_NP[:, :take]
-
-
-def _slots(
-    rng: np.random.Generator, count: int, slots: int, take: int, power_a: float
-) -> np.ndarray:
-    """`count` samples of `take` slots drawn one by one, without replacement, by weight.
-
-    The order of the largest `log weight + Gumbel noise` is the order of such successive draws
-    (Plackett-Luce; Yellott 1977), which lets a whole batch be drawn by one sort.
-    """
-    log_weight_S = (power_a - 1.0) * np.log(np.arange(1, slots + 1))
-    noisy_NS = rng.gumbel(size=(count, slots)) + log_weight_S[None, :]
-    return np.argsort(-noisy_NS, axis=1)[:, :take]
-
-
-_Fill = Callable[[MQARConfig, np.random.Generator, tuple[int, int]], np.ndarray]
+_Fill = Callable[[MQARConfig, Draws, tuple[int, int]], Array]
 _FILL: dict[str, _Fill] = {
-    "zero": lambda config, rng, shape: np.zeros(shape, np.int32),
-    "random": lambda config, rng, shape: rng.integers(
-        config.vocab_size, size=shape, dtype=np.int32
-    ),
-    "reserved": lambda config, rng, shape: rng.integers(
-        config.first_reserved, config.first_value, size=shape, dtype=np.int32
+    "zero": lambda config, draws, shape: draws.xp.zeros(shape, np.int32),
+    "random": lambda config, draws, shape: draws.integers(0, config.vocab_size, shape),
+    "reserved": lambda config, draws, shape: draws.integers(
+        config.first_reserved, config.first_value, shape
     ),
 }

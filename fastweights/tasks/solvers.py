@@ -1,94 +1,56 @@
-"""Players that need no training: one that knows the task and some that only know its habits.
+"""Players that know only the habits of a task, to see what can be won without solving it.
 
-A task is sound when its oracle scores 1.0 and none of the others beats chance by much. They see
-tokens and segment ids, as a model does; `fit` may also see a training batch's targets.
+A task is sound when its oracle (oracles.py) scores 1.0 and none of these beats chance by much. They
+see tokens and segment ids, as a model does; `fit` may also see a training batch's targets.
 
 Array legend: R rows, L row length, T tokens of an example.
 """
 
+import collections
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 import numpy as np
 
 from fastweights.tasks.base import Batch
-from fastweights.tasks.state_tracking import PERMUTATIONS
-
-
-def recall_oracle(batch: Batch) -> np.ndarray:
-    """Answers every key with the token that followed its first appearance in the same example.
-
-    Returns:
-      predictions_RL, int32; -1 where the token has not been seen before.
-    """
-    predictions_RL = np.full(batch["tokens"].shape, -1, np.int32)
-    for row, start, stop in _spans(batch):
-        tokens = batch["tokens"][row, start:stop].tolist()
-        memory: dict[int, int] = {}
-        for t in range(0, len(tokens), 2):
-            if tokens[t] in memory:
-                predictions_RL[row, start + t] = memory[tokens[t]]
-            else:
-                memory[tokens[t]] = tokens[t + 1]
-    return predictions_RL
-
-
-def parity_oracle(batch: Batch) -> np.ndarray:
-    """Counts ones; predictions_RL."""
-    return _fill(batch, lambda tokens_T: np.cumsum(tokens_T) % 2)
-
-
-def s3_oracle(batch: Batch) -> np.ndarray:
-    """Moves three things about, one token after the other; predictions_RL."""
-
-    def places(tokens_T: np.ndarray) -> list[int]:
-        where, found = [0, 1, 2], []
-        for token in tokens_T:
-            where = [PERMUTATIONS[token][place] for place in where]
-            found.append(PERMUTATIONS.index(tuple(where)))
-        return found
-
-    return _fill(batch, places)
-
-
-ORACLES: dict[str, Callable[[Batch], np.ndarray]] = {
-    "mqar": recall_oracle,
-    "parity": parity_oracle,
-    "s3": s3_oracle,
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class Habits:
-    """Guesses that do not look at the tokens, learnt from one training batch of a single slice.
+    """Guesses that know no other token than the present one, learnt from a batch of one slice.
 
     Attributes:
-      unigram: the answer that is right most often over all examples.
+      favourite: the answer that is right most often over all examples.
       answer_at: the answer that is right most often at a position.
+      answer_to: the answer that is right most often to a token.
     """
 
-    unigram: int
+    favourite: int
     answer_at: dict[int, int]
+    answer_to: dict[int, int]
 
     @classmethod
     def fit(cls, batch: Batch) -> Self:
-        answers: dict[int, Counter[int]] = {}
-        for row, start, stop in _spans(batch):
-            for t, target in enumerate(batch["targets"][row, start:stop].tolist()):
-                if target >= 0:
-                    answers.setdefault(t, Counter())[target] += 1
-        total = sum(answers.values(), Counter[int]())
-        return cls(total.most_common(1)[0][0], _favourites(answers))
+        asked = batch["targets"] >= 0
+        targets = batch["targets"][asked]
+        return cls(
+            int(np.bincount(targets).argmax()),
+            _favourites(batch["positions"][asked], targets),
+            _favourites(batch["tokens"][asked], targets),
+        )
 
-    def majority(self, batch: Batch) -> np.ndarray:
-        """The most frequent answer, everywhere; predictions_RL."""
-        return np.full(batch["tokens"].shape, self.unigram, np.int32)
+    def guesses(self, batch: Batch) -> dict[str, np.ndarray]:
+        """predictions_RL of each cheater, -1 where it met nothing in `fit`.
 
-    def by_position(self, batch: Batch) -> np.ndarray:
-        """The most frequent answer at each position, -1 where none was met; predictions_RL."""
-        return _fill(batch, lambda tokens: [self.answer_at.get(t, -1) for t in range(len(tokens))])
+        "majority" gives the most frequent answer everywhere, "position" the most frequent at each
+        position, "unigram" the most frequent to the token.
+        """
+        return {
+            "majority": np.full(batch["tokens"].shape, self.favourite, np.int32),
+            "position": _look_up(self.answer_at, batch["positions"]),
+            "unigram": _look_up(self.answer_to, batch["tokens"]),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,14 +65,15 @@ class PairPlaces:
 
     @classmethod
     def fit(cls, batch: Batch) -> Self:
-        pairs: dict[int, Counter[int]] = {}
-        for row, start, stop in _spans(batch):
+        places, pairs = [], []
+        for row, start, stop in spans(batch):
             tokens = batch["tokens"][row, start:stop].tolist()
             for t, target in enumerate(batch["targets"][row, start:stop].tolist()):
                 if target >= 0:
                     # Values are a set of their own, so the first match is the one in its pair.
-                    pairs.setdefault(t, Counter())[tokens.index(target) // 2] += 1
-        return cls(_favourites(pairs))
+                    places.append(t)
+                    pairs.append(tokens.index(target) // 2)
+        return cls(_favourites(np.array(places), np.array(pairs)))
 
     def by_position(self, batch: Batch) -> np.ndarray:
         """The value of the pair that this position mostly asks for; predictions_RL.
@@ -121,22 +84,33 @@ class PairPlaces:
         def values(tokens_T: np.ndarray) -> list[int]:
             return [tokens_T[2 * self.pair_at.get(t, 0) + 1] for t in range(len(tokens_T))]
 
-        return _fill(batch, values)
+        return fill(batch, values)
 
 
-def _favourites(counts: dict[int, Counter[int]]) -> dict[int, int]:
-    return {t: count.most_common(1)[0][0] for t, count in counts.items()}
+def _favourites(given: np.ndarray, answers: np.ndarray) -> dict[int, int]:
+    """For each value of `given`, the answer most often seen with it."""
+    counts = collections.Counter(zip(given.tolist(), answers.tolist(), strict=True))
+    # The last of equal keys stays, which is the most frequent here.
+    return {key: answer for (key, answer), _ in reversed(counts.most_common())}
 
 
-def _fill(batch: Batch, answer: Callable[[np.ndarray], Sequence[int] | np.ndarray]) -> np.ndarray:
+def _look_up(known: dict[int, int], values_RL: np.ndarray) -> np.ndarray:
+    table = np.full(int(values_RL.max()) + 1, -1, np.int32)
+    for key, answer in known.items():
+        if key < len(table):
+            table[key] = answer
+    return table[values_RL]
+
+
+def fill(batch: Batch, answer: Callable[[np.ndarray], Sequence[int] | np.ndarray]) -> np.ndarray:
     """predictions_RL with `answer(tokens_T)` for every example, -1 at padding."""
     predictions_RL = np.full(batch["tokens"].shape, -1, np.int32)
-    for row, start, stop in _spans(batch):
+    for row, start, stop in spans(batch):
         predictions_RL[row, start:stop] = answer(batch["tokens"][row, start:stop])
     return predictions_RL
 
 
-def _spans(batch: Batch) -> Iterator[tuple[int, int, int]]:
+def spans(batch: Batch) -> Iterator[tuple[int, int, int]]:
     """(row, start, stop) of every example of the batch."""
     for row, ids_L in enumerate(batch["segment_ids"]):
         edges = np.flatnonzero(np.diff(ids_L)) + 1

@@ -5,6 +5,8 @@ newest applied last:
 
     parity   bits; is the number of ones so far odd? The group of two elements
     s3       permutations of three things; where are they now? Six elements that do not commute
+    s5       the same with five things and 120 elements, which no fixed number of parallel steps
+             can multiply out, however long the word
 
 A recurrence whose transitions have eigenvalues in (0, 1) alone can do neither at every length; one
 reflection a token (a negative eigenvalue) does parity, and S3 takes two (Grazzi et al. 2024,
@@ -21,19 +23,20 @@ import numpy as np
 
 from fastweights.errors import check
 from fastweights.tasks.base import Slice, TaskConfig
+from fastweights.tasks.draws import Array, Draws
 
 LENGTHS = (32, 64, 128, 256)
 
-# The elements of S3, in lexicographic order: element e sends thing i to place PERMUTATIONS[e][i].
-PERMUTATIONS = tuple(itertools.permutations(range(3)))
+
+def permutations(things: int) -> tuple[tuple[int, ...], ...]:
+    """A symmetric group in lexicographic order: element e sends thing i to place [e][i]."""
+    return tuple(itertools.permutations(range(things)))
 
 
-def _table() -> np.ndarray:
+def _table(elements: tuple[tuple[int, ...], ...]) -> np.ndarray:
     """table_EE[e, f]: the number of the permutation `f after e`."""
-    number = {permutation: e for e, permutation in enumerate(PERMUTATIONS)}
-    return np.array(
-        [[number[tuple(f[e[i]] for i in range(3))] for f in PERMUTATIONS] for e in PERMUTATIONS]
-    )
+    number = {permutation: e for e, permutation in enumerate(elements)}
+    return np.array([[number[tuple(f[i] for i in e)] for f in elements] for e in elements])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,22 +59,36 @@ class WordProblem(TaskConfig):
         return tuple(range(len(self.TABLE)))
 
     def part(self, length: int) -> Slice:
-        return Slice(length, choices=len(self.TABLE))
+        """The slice; its chance is that of the best guess from the token and its place alone.
+
+        Such a guess takes what was before for the product that is then most likely, so it is right
+        at the first token and soon as rarely as a guess among all elements.
+        """
+        size = len(self.TABLE)
+        likely_E, found = np.eye(size)[0], 0.0
+        for _ in range(length):
+            found += likely_E.max()
+            after_E = np.zeros(size)
+            for letter in self.letters:
+                after_E[self.TABLE[:, letter]] += likely_E / len(self.letters)
+            likely_E = after_E
+        return Slice(length, choices=size, floor=float(found / length))
 
     def check_entry(self, field: str, length: int) -> None:
         check(length >= 1, f"{self.NAME}.{field} has the length {length}; it must be at least 1.")
 
-    def examples(
-        self, rng: np.random.Generator, count: int, part: Slice
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         """As in `TaskConfig`; every position has a target."""
-        letters = np.array(self.letters, np.int32)
-        tokens_NT = letters[rng.integers(len(letters), size=(count, part.length))]
-        targets_NT = np.empty_like(tokens_NT)
-        product_N = np.zeros(count, np.int32)  # Element 0 is the group's unit.
-        for t in range(part.length):
-            product_N = targets_NT[:, t] = self.TABLE[product_N, tokens_NT[:, t]]
-        return tokens_NT, targets_NT
+        xp = draws.xp
+        letters, table = xp.asarray(self.letters), xp.asarray(self.TABLE)
+        tokens_NT = letters[draws.integers(0, len(self.letters), (count, part.length))]
+
+        def step(product_N, token_N):
+            product_N = table[product_N, token_N]
+            return product_N, product_N
+
+        unit_N = xp.zeros(count, table.dtype)  # Element 0 is the group's unit.
+        return tokens_NT, draws.scan(step, unit_N, (tokens_NT,))[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,16 +100,15 @@ class ParityConfig(WordProblem):
 
 
 @dataclasses.dataclass(frozen=True)
-class S3Config(WordProblem):
-    """S3: tokens and answers are the numbers of permutations in `PERMUTATIONS`.
+class PermutationWords(WordProblem):
+    """Tokens and answers are the numbers of the permutations of some things.
 
     Attributes:
-      alphabet: "all" six permutations, or "swaps", the three that swap two things and the one
-        that moves nothing. Words of swaps take no more than one reflection a token.
+      alphabet: "all" permutations, or "swaps", those that swap two things and the one that moves
+        nothing. Words of swaps take no more than one reflection a token.
     """
 
-    NAME: ClassVar[str] = "s3"
-    TABLE: ClassVar[np.ndarray] = _table()
+    THINGS: ClassVar[int]
 
     alphabet: str = "all"
 
@@ -100,12 +116,31 @@ class S3Config(WordProblem):
         super().__post_init__()
         check(
             self.alphabet in ("all", "swaps"),
-            f"s3.alphabet is {self.alphabet!r}; it must be one of all, swaps.",
+            f"{self.NAME}.alphabet is {self.alphabet!r}; it must be one of all, swaps.",
         )
 
     @property
     def letters(self) -> tuple[int, ...]:
         if self.alphabet == "all":
             return super().letters
-        # A swap leaves one thing in place, the unit three.
-        return tuple(e for e, p in enumerate(PERMUTATIONS) if any(p[i] == i for i in range(3)))
+        # A swap leaves all but two things in place.
+        still = [sum(i == place for i, place in enumerate(p)) for p in permutations(self.THINGS)]
+        return tuple(e for e, count in enumerate(still) if count >= self.THINGS - 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class S3Config(PermutationWords):
+    """Permutations of three things."""
+
+    NAME: ClassVar[str] = "s3"
+    THINGS: ClassVar[int] = 3
+    TABLE: ClassVar[np.ndarray] = _table(permutations(3))
+
+
+@dataclasses.dataclass(frozen=True)
+class S5Config(PermutationWords):
+    """Permutations of five things."""
+
+    NAME: ClassVar[str] = "s5"
+    THINGS: ClassVar[int] = 5
+    TABLE: ClassVar[np.ndarray] = _table(permutations(5))

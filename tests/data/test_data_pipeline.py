@@ -195,7 +195,7 @@ def test_held_out_text_is_never_trained_on(text_config):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"kind": "mqra"}, "data.kind is 'mqra'; it must be one of text, mqar, parity, s3"),
+        ({"kind": "mqra"}, "data.kind is 'mqra'; it must be one of text, mqar, .*, niah"),
         ({"length": 0}, "data.length is 0"),
         ({"length": 48}, "slice of length 64 but the row length is 48"),
     ],

@@ -1,6 +1,7 @@
 """Evals against models whose scores are known in closed form."""
 
 import dataclasses
+import functools
 import json
 import math
 
@@ -17,7 +18,7 @@ from fastweights.errors import UserError
 from fastweights.evals.length import longer_rows
 from fastweights.evals.perplexity import perplexity
 from fastweights.model import abstract_model, init_params
-from fastweights.tasks import solvers
+from fastweights.tasks.oracles import solve
 from fastweights.training.loss import TokenLoss
 from runs import TINY
 
@@ -56,8 +57,12 @@ def with_predictions(context, monkeypatch, predict):
     monkeypatch.setattr(context, "scores", scores)
 
 
+def oracle(context):
+    return functools.partial(solve, context.config.data.task)
+
+
 def test_the_oracle_recalls_everything(recall_context, monkeypatch):
-    with_predictions(recall_context, monkeypatch, solvers.recall_oracle)
+    with_predictions(recall_context, monkeypatch, oracle(recall_context))
     results = evals.run("recall", recall_context, None)["recall"]
     assert results.metrics == {"mean": 1.0}
     assert [row["slice"] for row in results.rows] == ["T8_K2", "T16_K3", "T24_K3"]
@@ -74,11 +79,33 @@ def test_recall_counts_answers_only(recall_context, monkeypatch):
     with_predictions(recall_context, monkeypatch, half)
     rows = evals.run("recall", recall_context, None)["recall"].rows
     assert rows[0]["recall"] == 0.5
+    assert rows[0]["whole"] == 0.0
+
+
+def test_whole_examples_and_kinds_of_answers_are_scored_apart(monkeypatch):
+    """Wrong at most first answers and wherever a key was written anew."""
+    context = make_context(TINY, "data.kind=mqar_overwrite", "data.length=40")
+
+    def predict(batch):
+        first = np.cumsum(batch["targets"] >= 0, axis=1) == 1
+        first[::2] = False
+        return np.where(first | (batch["kinds"] == 0), -9, batch["targets"])
+
+    with_predictions(context, monkeypatch, predict)
+    rows = evals.run("recall", context, None)["recall"].rows
+    assert [row["slice"].partition("/")[2] for row in rows] == ["", "updated", "untouched"]
+    everything, updated, untouched = rows
+    assert (updated["recall"], updated["whole"]) == (0.0, 0.0)
+    assert updated["answers"] == untouched["answers"] == everything["answers"] // 2
+    assert everything["whole"] == 0.0 and 0.4 < everything["recall"] < 0.5
+    # The first answer of every second example is of this kind half the time.
+    assert 0.6 < untouched["whole"] < 0.9
+    assert untouched["recall"] == pytest.approx(2 * everything["recall"])
 
 
 def test_slices_longer_than_a_row_are_left_to_the_length_eval(monkeypatch):
     context = make_context(TINY, "data.length=16")
-    with_predictions(context, monkeypatch, solvers.recall_oracle)
+    with_predictions(context, monkeypatch, oracle(context))
     found = evals.run("recall,length", context, None)
     assert [row["slice"] for row in found["recall"].rows] == ["T8_K2", "T16_K3"]
     assert [row["slice"] for row in found["length"].rows] == ["T24_K3"]

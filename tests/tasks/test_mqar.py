@@ -10,14 +10,16 @@ import pytest
 from fastweights.errors import UserError
 from fastweights.tasks import Slice, accuracy, eval_rows, eval_slices, slice_batch, train_batch
 from fastweights.tasks.base import EVAL_STREAM, TRAIN_STREAM, pack_rows, stream
+from fastweights.tasks.draws import HostDraws
 from fastweights.tasks.mqar import FILLERS, QUERY_ORDERS, MQARConfig
-from fastweights.tasks.solvers import Habits, PairPlaces, recall_oracle
+from fastweights.tasks.oracles import solve
+from fastweights.tasks.solvers import Habits, PairPlaces
 
 SMALL = MQARConfig(vocab_size=128, train=((64, 16, 1),), test=((64, 16),), test_examples=500)
 
 
-def rng(*words: int) -> np.random.Generator:
-    return np.random.default_rng(words)
+def rng(*words: int) -> HostDraws:
+    return HostDraws(np.random.default_rng(words))
 
 
 @pytest.mark.parametrize("order", QUERY_ORDERS)
@@ -129,10 +131,9 @@ def test_only_memory_wins(order, filler):
     seen = slice_batch(config, part, rng(5), 1500, 64)
     batch = eval_rows(config, part, 64)
     targets = batch["targets"]
-    assert accuracy(recall_oracle(batch), targets) == 1.0
-    habits = Habits.fit(seen)
-    for guess in (habits.majority, habits.by_position):
-        assert accuracy(guess(batch), targets) < 1.5 / 64
+    assert accuracy(solve(config, batch), targets) == 1.0
+    for guess in Habits.fit(seen).guesses(batch).values():
+        assert accuracy(guess, targets) < 1.5 / 64
     by_position = accuracy(PairPlaces.fit(seen).by_position(batch), targets) / part.chance
     if order == "independent":
         assert by_position < 1.2
@@ -165,7 +166,7 @@ def test_rows_hold_whole_examples_of_one_slice(length):
         pairs = {64: 8, 32: 2}[size]
         assert [int((targets[ids == i + 1] >= 0).sum()) for i in range(count)] == [pairs] * count
     assert kinds == {32, 64}
-    assert accuracy(recall_oracle(batch), batch["targets"]) == 1.0
+    assert accuracy(solve(config, batch), batch["targets"]) == 1.0
 
 
 def test_weights_are_shares_of_examples():

@@ -8,20 +8,19 @@ import pytest
 
 from fastweights.errors import UserError
 from fastweights.tasks import (
-    TASKS,
     ParityConfig,
     S3Config,
     Slice,
     accuracy,
-    eval_rows,
     eval_slices,
-    slice_batch,
     train_batch,
 )
-from fastweights.tasks.solvers import ORACLES, Habits
-from fastweights.tasks.state_tracking import PERMUTATIONS
+from fastweights.tasks.draws import HostDraws
+from fastweights.tasks.oracles import solve
+from fastweights.tasks.state_tracking import permutations
 
 SWAPS = S3Config(alphabet="swaps")
+PERMUTATIONS = permutations(3)
 CONFIGS = {"parity": ParityConfig(), "s3": S3Config(), "s3 of swaps": SWAPS}
 
 
@@ -31,7 +30,7 @@ def config(request):
 
 
 def draw(config, count=400, length=32):
-    return config.examples(np.random.default_rng(0), count, config.part(length))
+    return config.examples(HostDraws(np.random.default_rng(0)), count, config.part(length))
 
 
 def test_the_table_is_a_group_with_element_0_as_its_unit(config):
@@ -66,12 +65,11 @@ def test_answers_by_hand(config, word, answers):
         found.append(int(product))
     assert found == answers
     batch = {"tokens": word[None], "segment_ids": np.ones((1, len(word)), int)}
-    assert ORACLES[config.NAME](batch)[0].tolist() == answers
+    assert solve(config, batch)[0].tolist() == answers
 
 
 def test_words_are_uniform_over_their_letters_and_every_position_asks(config):
     tokens, targets = draw(config, 4000, 8)
-    assert tokens.dtype == targets.dtype == np.int32
     assert targets.min() == 0 and targets.max() == config.vocab_size - 1
     assert set(np.unique(tokens)) == set(config.letters)
     for t in range(8):
@@ -84,17 +82,6 @@ def test_swaps_are_those_that_undo_themselves():
     assert all(SWAPS.TABLE[e, e] == 0 for e in SWAPS.letters)
 
 
-def test_only_keeping_track_wins(config):
-    (part, *_) = eval_slices(config)
-    seen = Habits.fit(slice_batch(config, part, np.random.default_rng(1), 1500, part.length))
-    batch = eval_rows(config, part, part.length)
-    targets = batch["targets"]
-    assert (targets >= 0).all()
-    assert accuracy(ORACLES[config.NAME](batch), targets) == 1.0
-    for guess in (seen.majority, seen.by_position):
-        assert accuracy(guess(batch), targets) < 1.2 * part.chance
-
-
 def test_answers_start_anew_in_every_example_of_a_row(config):
     config = dataclasses.replace(config, train=((5, 1.0),))
     batch = train_batch(config, seed=3, index=0, rows=6, length=13)
@@ -102,18 +89,18 @@ def test_answers_start_anew_in_every_example_of_a_row(config):
     assert (batch["targets"][:, 10:] == -1).all()
     starts = batch["positions"][:, :10] == 0
     np.testing.assert_array_equal(batch["targets"][:, :10][starts], batch["tokens"][:, :10][starts])
-    assert accuracy(ORACLES[config.NAME](batch), batch["targets"]) == 1.0
+    assert accuracy(solve(config, batch), batch["targets"]) == 1.0
 
 
 def test_slices_know_their_length_and_chance(config):
     parts = eval_slices(config)
     assert [part.name for part in parts] == ["T32", "T64", "T128", "T256"]
-    assert {part.chance for part in parts} == {1 / config.vocab_size}
+    # The first answer is its token; the rest is a guess among all, but for the first few swaps.
+    for part in parts:
+        guess = (1 + (part.length - 1) / config.vocab_size) / part.length
+        slack = 0.3 / part.length if config is SWAPS else 1e-9
+        assert guess - 1e-9 < part.chance < guess + slack
     assert Slice(64, 16).chance == 1 / 16
-
-
-def test_every_task_has_an_oracle():
-    assert ORACLES.keys() == TASKS.keys()
 
 
 @pytest.mark.parametrize(
