@@ -310,8 +310,13 @@ class HybridLM(nnx.Module):
 
     def unembed(self, h_BTD: jax.Array) -> jax.Array:
         """logits_BTV in float32 (float64 for a float64 model), from `hidden`'s output."""
-        head_DV = self.embedding[...].T if self.config.tie_embeddings else self.head[...]
-        return _wide_product(h_BTD, head_DV)
+        acc = jnp.promote_types(h_BTD.dtype, jnp.float32)
+        return jnp.dot(h_BTD, self.head_DV.astype(h_BTD.dtype), preferred_element_type=acc)
+
+    @property
+    def head_DV(self) -> jax.Array:
+        """The matrix from `hidden`'s output to logits, in the parameters' dtype."""
+        return self.embedding[...].T if self.config.tie_embeddings else self.head[...]
 
     def init_cache(self, batch: int, max_length: int, dtype=None) -> dict[str, Any]:
         """Empty caches for `batch` rows of up to `max_length` tokens.
@@ -330,34 +335,6 @@ class HybridLM(nnx.Module):
         if self.config.layout.tail:
             cache["tail"] = self.tail.init_cache(batch, max_length, dtype)
         return cache
-
-
-@jax.custom_vjp
-def _wide_product(h_BTD: jax.Array, head_DV: jax.Array) -> jax.Array:
-    """h @ head in float32 or wider, multiplying in the dtype of h, in the gradient too.
-
-    The plain gradient would multiply float32 logits' cotangents with a widened head, for a 16-bit
-    model the largest and slowest products of the whole step. The head's own comes in its dtype,
-    unrounded.
-    """
-    acc = jnp.promote_types(h_BTD.dtype, jnp.float32)
-    return jnp.dot(h_BTD, head_DV.astype(h_BTD.dtype), preferred_element_type=acc)
-
-
-def _wide_product_forward(h_BTD, head_DV):
-    return _wide_product(h_BTD, head_DV), (h_BTD, head_DV)
-
-
-def _wide_product_backward(residuals, dlogits_BTV):
-    h_BTD, head_DV = residuals
-    acc, low = dlogits_BTV.dtype, h_BTD.dtype
-    dlogits_BTV = dlogits_BTV.astype(low)
-    dh_BTD = jnp.einsum("btv,dv->btd", dlogits_BTV, head_DV.astype(low), preferred_element_type=acc)
-    dhead_DV = jnp.einsum("btd,btv->dv", h_BTD, dlogits_BTV, preferred_element_type=acc)
-    return dh_BTD.astype(low), dhead_DV.astype(head_DV.dtype)
-
-
-_wide_product.defvjp(_wide_product_forward, _wide_product_backward)
 
 
 def abstract_model(config: ModelConfig) -> tuple[nnx.GraphDef, dict[str, Any], dict[str, Any]]:

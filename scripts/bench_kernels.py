@@ -1,4 +1,5 @@
-"""Times the Hopper kernels on one GPU, beside cuDNN attention and our own XLA form in the same run.
+"""Times the Hopper kernels on one GPU, beside cuDNN attention, our own XLA form and, where it can be
+imported, fla's forward in the same run.
 
     python scripts/bench_kernels.py [--rows S1 S2] [--out results/kernels_h200.txt]
 
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fastweights import ops
 from fastweights.ops import chunked, reference
 from fastweights.ops.mosaic_gpu import decode, rule
 from fastweights.ops.mosaic_gpu import gates as gating
@@ -59,7 +61,10 @@ ROWS = (
 )
 
 ALSO_XLA = ("S1", "S2")
+ALSO_PEER = ("S1", "S2", "S3")
 ATTENTION = "cuDNN attention S1"
+CONVOLUTION = "short convolution"
+PEER = "fla"
 DECODE = Row("decode step, batch 64", (64, 1, 16, 32), (0.10, 0.10), (0.075, 0.075))
 
 
@@ -185,6 +190,40 @@ def print_decode(say: Callable[[str], None]) -> None:
     say(f"{'  our XLA form':<22}{xla:>9.3f}{'':>14}   {xla / taken:.1f} times as long")
 
 
+def print_convolution(say: Callable[[str], None]) -> None:
+    """Four taps with SiLU on 4 x 4096 tokens of 2048 channels, and the bytes it must move."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, do = (jax.random.normal(key, (4, 4096, 2048), jnp.bfloat16) for key in keys[:2])
+    taps = jax.random.normal(keys[2], (4, 2048), jnp.bfloat16)
+    forward, both = both_times(lambda x, w: ops.short_convolution(x, w)[0], (x, taps), do)
+    rates = [f"{n * x.nbytes / t / 1e9:.2f} TB/s" for n, t in ((2, forward), (5, both))]
+    say(f"{CONVOLUTION:<22}{forward:>9.3f}{'':>14}{both:>10.3f}{'':>14}   {' and '.join(rates)}")
+
+
+def fla_forward(row: Row) -> float | None:
+    """Milliseconds of fla's Triton kernels on the same inputs, forward alone; None without fla."""
+    try:
+        import torch  # type: ignore[reportMissingImports]
+        from fla.ops.gated_delta_rule import (  # type: ignore[reportMissingImports]
+            chunk_gated_delta_rule,
+        )
+    except ImportError:
+        return None
+    (*inputs, _), _, _ = make(row)
+    q, k, v, g, beta = (torch.from_dlpack(x) for x in inputs)
+    if q.shape[2] != v.shape[2]:
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
+
+    def run():
+        with torch.no_grad():
+            for _ in range(CALLS):
+                out = chunk_gated_delta_rule(q, k, v, g, beta, scale=DIM**-0.5)
+        torch.cuda.synchronize()
+        return jnp.float32(out[0].float()[0, 0, 0, 0].item())
+
+    return median(run)
+
+
 def kernels(document: jax.Array | None, *inputs: Any) -> jax.Array:
     return rule.core(*inputs, document, scale=DIM**-0.5)[0]
 
@@ -246,8 +285,9 @@ def print_parts(say: Callable[[str], None]) -> None:
 
 
 def main() -> None:
-    names = [*(row.name for row in ROWS), DECODE.name]
-    names += [f"XLA form {name}" for name in ALSO_XLA] + [ATTENTION]
+    names = [*(row.name for row in ROWS), DECODE.name, CONVOLUTION, ATTENTION]
+    names += [f"XLA form {name}" for name in ALSO_XLA]
+    names += [f"{PEER} {name}" for name in ALSO_PEER]
     parser = argparse.ArgumentParser(description="Times the Hopper kernels.")
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW")
     parser.add_argument("--parts", action="store_true", help="also each kernel alone")
@@ -260,12 +300,13 @@ def main() -> None:
         print(line, flush=True)
         lines.append(line)
 
-    def say_peer(name: str, mine: str, taken: tuple[float, float]) -> None:
-        ratio = ""
+    def say_peer(name: str, mine: str, taken: tuple[float, ...]) -> None:
+        ratio, shown = "", f"{taken[0]:>9.3f}{'':>14}"
         if mine in times:
-            ratio = " and ".join(f"{a / b:.1f}" for a, b in zip(taken, times[mine], strict=True))
+            ratio = " and ".join(f"{a / b:.1f}" for a, b in zip(taken, times[mine], strict=False))
             ratio = f"   {ratio} times {mine}"
-        say(f"{name:<22}{taken[0]:>9.3f}{'':>14}{taken[1]:>10.3f}{'':>14}{ratio}")
+        shown += f"{taken[1]:>10.3f}{'':>14}" if len(taken) > 1 else " " * 24
+        say(f"{name:<22}{shown}{ratio}")
 
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -288,6 +329,8 @@ def main() -> None:
                 say(f"{'  temporaries':<22}{temporaries(op, inputs, do):>37.2f} GB")
     if DECODE.name in args.rows:
         print_decode(say)
+    if CONVOLUTION in args.rows:
+        print_convolution(say)
     if args.parts:
         print_parts(say)
     if ATTENTION in args.rows:
@@ -298,6 +341,12 @@ def main() -> None:
             inputs, document, do = make(row)
             taken = both_times(functools.partial(xla_form, document), inputs, do)
             say_peer(f"XLA form {row.name}", row.name, taken)
+        if f"{PEER} {row.name}" in args.rows:
+            peer = fla_forward(row)
+            if peer is None:
+                say(f"{PEER} {row.name}: not measured, for fla cannot be imported")
+            else:
+                say_peer(f"{PEER} {row.name}", row.name, (peer,))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text("\n".join([f"$ {' '.join(['python', *sys.argv])}", *lines]) + "\n")

@@ -1,6 +1,6 @@
 """Checks the Hopper kernels against a float64 token-by-token reference, on one Hopper GPU.
 
-    python scripts/check_kernels.py                           # about five minutes on an H200
+    python scripts/check_kernels.py                           # about six minutes on an H200
     python scripts/check_kernels.py --only packed "length"    # some of the cases
 
 Each line is one case: the error of every result and gradient as RMS(error) / RMS(reference). The
@@ -26,6 +26,7 @@ jax.config.update("jax_enable_x64", True)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
+from fastweights import ops  # noqa: E402
 from fastweights.ops import chunked, reference  # noqa: E402
 from fastweights.ops.mosaic_gpu import decode, rule  # noqa: E402
 
@@ -226,6 +227,36 @@ def check_large(B: int, T: int, H: int) -> tuple[bool, str]:
     return bool(jnp.all(whole == run(*part, state[-1:, -2:]))), "as the last heads alone"
 
 
+def check_convolution(taps: int, bias: bool, packed: bool) -> tuple[bool, str]:
+    """The short convolution and its gradients against its XLA form in float32."""
+    rng = np.random.default_rng(taps)
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    B, T, D = 2, 1000, 512
+    x, dy = normal(B, T, D, dtype=jnp.bfloat16), normal(B, T, D, dtype=jnp.bfloat16)
+    w, b = normal(taps, D), normal(D) if bias else None
+    ids = np.cumsum(rng.random((B, T)) < 0.02, axis=1) + 1 if packed else np.ones((B, T), int)
+    ids[:, 5:9] = 0 if packed else 1
+
+    def run(x, w, b):
+        return ops.short_convolution(x, w, b, segment_ids=jnp.asarray(ids))[0]
+
+    def everything(x, dy):
+        y, pull = jax.vjp(run, x, w, b)
+        return [np.asarray(a) for a in (y, *pull(dy)) if a is not None]
+
+    got, again = everything(x, dy), everything(x, dy)
+    want = everything(x.astype(jnp.float32), dy.astype(jnp.float32))
+    errors = [relative(a, b) for a, b in zip(got, want, strict=True)]
+    same = all(np.array_equal(a, b) for a, b in zip(got, again, strict=True))
+    line = " ".join(
+        f"{n} {e:.1e}" for n, e in zip(("y", "dx", "dtaps", "dbias"), errors, strict=False)
+    )
+    return same and max(errors[:2]) < 4e-3 and max(errors[2:]) < 1e-5, line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Checks the Hopper kernels.")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name has the text")
@@ -237,6 +268,14 @@ def main() -> None:
     calls["full size"] = check_repeatable
     calls["more than 2^31 elements"] = functools.partial(check_large, 1, 2**17, 136)
     calls["more than 65,535 blocks"] = functools.partial(check_large, 4200, 64, 16)
+    for taps, bias, packed in (
+        (4, False, False),
+        (4, True, True),
+        (3, True, True),
+        (1, False, True),
+    ):
+        name = f"convolution, {taps} taps{', bias' * bias}{', packed' * packed}"
+        calls[name] = functools.partial(check_convolution, taps, bias, packed)
     if args.only:
         calls = {n: c for n, c in calls.items() if any(text in n for text in args.only)}
     passed = []

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from fastweights import ops
 from fastweights.errors import check
@@ -226,6 +227,7 @@ class Attention(nnx.Module):
                 document_B = document_B + index_BT[:, -1]
             o_BTHK, slots = self._attend_cached(q_BTHK, k_BTJK, v_BTJK, slot_document_BT, cache)
             cache = slots | {"position": next_B, "document": document_B, "conv": conv}
+        o_BTHK = checkpoint_name(o_BTHK, "memory_saved")
         if c.output_gate:
             gate_BTHK = self.gate(x_BTD).reshape(o_BTHK.shape)
             o_BTHK = o_BTHK * jax.nn.sigmoid(gate_BTHK)

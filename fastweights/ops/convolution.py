@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from fastweights.errors import check
 from fastweights.ops import segments
 from fastweights.ops.checks import check_segments
+from fastweights.ops.mosaic_gpu import support
 from fastweights.ops.weights import sum_tokens
 
 
@@ -55,45 +56,70 @@ def short_convolution(
         empty = jnp.zeros((batch, reach, channels), x_BTD.dtype)
         return x_BTD, empty if cache is None else cache.astype(x_BTD.dtype)
     if segment_ids is None:
-        extended_BED = _prepend(cache, x_BTD, reach)
-        y_BTD: Any = _weighted_sum(extended_BED, w_WD, bias_D, None, activation)
-        return y_BTD.astype(x_BTD.dtype), extended_BED[:, length:]
+        whole_BED = x_BTD if cache is None else _prepend(cache, x_BTD, reach)
+        y_BTD = _outputs(whole_BED, w_WD, bias_D, None, None, activation)[:, -length:]
+        return y_BTD, _prepend(cache, x_BTD, reach)[:, length:]
 
     index_BT, valid_BT = segments.find_documents(segment_ids)
-    x_BTD = segments.select_real(x_BTD, valid_BT)
     # Real tokens first, in order. Needed for the cache of the last real inputs, and with a cache
     # for the sums too: a padding token must not push the cached inputs out of reach.
     order_BT = jnp.argsort(~valid_BT, axis=1, stable=True)
-    compact_BTD = jnp.take_along_axis(x_BTD, order_BT[:, :, None], axis=1)
+    real_BTD = segments.select_real(x_BTD, valid_BT)
+    compact_BTD = jnp.take_along_axis(real_BTD, order_BT[:, :, None], axis=1)
     compact_index_BT = jnp.take_along_axis(index_BT, order_BT, axis=1)
     extended_BED = _prepend(cache, compact_BTD, reach)
     extended_index_BE = jnp.pad(compact_index_BT, ((0, 0), (reach, 0)))
 
     if cache is None:
-        y_BTD: Any = _weighted_sum(
-            _prepend(None, x_BTD, reach),
-            w_WD,
-            bias_D,
-            jnp.pad(index_BT, ((0, 0), (reach, 0))),
-            activation,
-        )
+        y_BTD = _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, activation)
     else:
-        y_BTD = _weighted_sum(extended_BED, w_WD, bias_D, extended_index_BE, activation)
-        place_BT = jnp.argsort(order_BT, axis=1)
+        y_BTD = _outputs(extended_BED, w_WD, bias_D, extended_index_BE, None, activation)
+        place_BT = reach + jnp.argsort(order_BT, axis=1)
         y_BTD = jnp.take_along_axis(y_BTD, place_BT[:, :, None], axis=1)
-    y_BTD = segments.select_real(y_BTD, valid_BT)
+        y_BTD = segments.select_real(y_BTD, valid_BT)
 
     count_B1 = jnp.sum(valid_BT, axis=1, keepdims=True, dtype=jnp.int32)
     slot_BX = count_B1 + jnp.arange(reach, dtype=jnp.int32)[None, :]
     kept_BXD = jnp.take_along_axis(extended_BED, slot_BX[:, :, None], axis=1)
     same_BX = jnp.take_along_axis(extended_index_BE, slot_BX, axis=1) == index_BT[:, -1:]
-    return y_BTD.astype(x_BTD.dtype), segments.select_real(kept_BXD, same_BX)
+    return y_BTD, segments.select_real(kept_BXD, same_BX)
 
 
 def _prepend(cache: jax.Array | None, x_BTD: jax.Array, reach: int) -> jax.Array:
     if cache is None:
         return jnp.pad(x_BTD, ((0, 0), (reach, 0), (0, 0)))
     return jnp.concatenate([cache.astype(x_BTD.dtype), x_BTD], axis=1)
+
+
+def _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, activation) -> jax.Array:
+    """y of every token, in x's dtype; 0 at padding. None for one document or no padding."""
+    reason = support.convolution_obstacle(x_BTD, w_WD)
+    worth_it = support.on_hopper() and x_BTD.shape[1] >= support.CONVOLVED_TOKENS
+    if reason is None and worth_it:
+        from fastweights.ops.mosaic_gpu import convolution  # Pallas takes a while to import
+
+        reach_BT = _reach(x_BTD.shape[:2], index_BT, valid_BT, w_WD.shape[0] - 1)
+        return convolution.short_convolution(x_BTD, w_WD, bias_D, reach_BT, activation=activation)
+    if worth_it:
+        support.say_once("short_convolution", reason)
+    reach = w_WD.shape[0] - 1
+    if valid_BT is not None:
+        x_BTD = segments.select_real(x_BTD, valid_BT)
+    index_BE = None if index_BT is None else jnp.pad(index_BT, ((0, 0), (reach, 0)))
+    y_BTD: Any = _weighted_sum(_prepend(None, x_BTD, reach), w_WD, bias_D, index_BE, activation)
+    return y_BTD if valid_BT is None else segments.select_real(y_BTD, valid_BT)
+
+
+def _reach(shape, index_BT, valid_BT, farthest: int) -> jax.Array:
+    """How many of the `farthest` tokens before it a token sees; -1 at padding."""
+    position_BT = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    reach_BT = position_BT
+    if index_BT is not None:
+        before_BT = jnp.pad(index_BT[:, :-1], ((0, 0), (1, 0)))
+        begins_BT = jnp.where(index_BT != before_BT, position_BT, 0)
+        reach_BT = position_BT - jax.lax.cummax(begins_BT, axis=1)
+    reach_BT = jnp.minimum(reach_BT, farthest)
+    return reach_BT if valid_BT is None else jnp.where(valid_BT, reach_BT, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -3,6 +3,7 @@
 B batch, T tokens, D model width, C tokens of a piece, N pieces, Z vocabulary.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -30,62 +31,166 @@ class TokenLoss(NamedTuple):
     correct_BT: jax.Array
 
 
-def loss_sums(model: HybridLM, batch: dict[str, Any], *, loss_chunk: int) -> Sums:
-    """Sums of loss and accuracy over the targets of `batch`; arguments as `token_loss`."""
-    losses = token_loss(model, batch, loss_chunk=loss_chunk)
-    return Sums(
-        nll=losses.nll_BT.sum(),
-        z=losses.z_BT.sum(),
-        correct=losses.correct_BT.sum(dtype=jnp.float32),
-        count=(batch["targets"] != IGNORE).sum(dtype=jnp.float32),
-    )
+def training_loss(
+    model: HybridLM, batch: dict[str, Any], *, loss_chunk: int, z_loss: float, total: jax.Array
+) -> tuple[jax.Array, Sums]:
+    """(loss, sums) with loss = (sums.nll + z_loss * sums.z) / total; only it has a gradient.
+
+    The gradient by the logits is made while they are there, so no logits are computed twice: the
+    forward pass leaves the gradients of the hidden stream and of the head behind.
+
+    Args:
+      model, batch, loss_chunk: as in `token_loss`.
+      z_loss: weight of the squared log-partition.
+      total: float32 scalar.
+    """
+    h_BTD = _hidden(model, batch)
+    return _fused(h_BTD, model.head_DV, batch["targets"], total, loss_chunk, z_loss)
 
 
 def token_loss(model: HybridLM, batch: dict[str, Any], *, loss_chunk: int) -> TokenLoss:
     """Loss and correctness of every position.
 
     Args:
-      model: gives `hidden` and `unembed`.
+      model: gives `hidden` and `head_DV`.
       batch: int32 [B, T] arrays `tokens`, `targets` (-1 without loss), `segment_ids`, `positions`.
-      loss_chunk: tokens a piece (0: whole rows). The logits of a piece are recomputed in the
-        backward pass, so the peak is [B, C, Z] and not [B, T, Z].
+      loss_chunk: tokens a piece (0: whole rows), so that the logits' peak is [B, C, Z] and not
+        [B, T, Z].
     """
-    h_BTD, _ = model.hidden(
-        batch["tokens"], segment_ids_BT=batch["segment_ids"], positions_BT=batch["positions"]
-    )
-    targets_BT = batch["targets"]
-    length = targets_BT.shape[1]
-    if not 0 < loss_chunk < length:
-        return logits_loss(model.unembed(h_BTD), targets_BT)
+    h_BTD, targets_BT = _hidden(model, batch), batch["targets"]
+    head_DZ = model.head_DV.astype(h_BTD.dtype)
 
-    padding = -length % loss_chunk
-    h_BTD = jnp.pad(h_BTD, ((0, 0), (0, padding), (0, 0)))
-    targets_BT = jnp.pad(targets_BT, ((0, 0), (0, padding)), constant_values=IGNORE)
-
-    def pieces(x: jax.Array) -> jax.Array:
-        shape = (x.shape[0], x.shape[1] // loss_chunk, loss_chunk, *x.shape[2:])
-        return jnp.moveaxis(x.reshape(shape), 1, 0)
-
-    @jax.checkpoint
     def one_piece(piece: tuple[jax.Array, jax.Array]) -> TokenLoss:
         h_BCD, targets_BC = piece
-        return logits_loss(model.unembed(h_BCD), targets_BC)
+        return _score(_logits(h_BCD, head_DZ), targets_BC)[0]
 
-    losses_NBC = jax.lax.map(one_piece, (pieces(h_BTD), pieces(targets_BT)))
-    return jax.tree.map(
-        lambda x: jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)[:, :length], losses_NBC
+    losses_NBC = jax.lax.map(one_piece, _pieces(h_BTD, targets_BT, loss_chunk))
+    return jax.tree.map(functools.partial(_joined, length=targets_BT.shape[1]), losses_NBC)
+
+
+def _hidden(model: HybridLM, batch: dict[str, Any]) -> jax.Array:
+    return model.hidden(
+        batch["tokens"], segment_ids_BT=batch["segment_ids"], positions_BT=batch["positions"]
+    )[0]
+
+
+def _pieces(h_BTD, targets_BT, loss_chunk) -> tuple[jax.Array, jax.Array]:
+    """Stream and targets as [N, B, C, ...], the last piece filled up with tokens without target."""
+    length = targets_BT.shape[1]
+    size = loss_chunk if 0 < loss_chunk < length else max(length, 1)
+    padding = ((0, 0), (0, -length % size))
+
+    def cut(x: jax.Array) -> jax.Array:
+        shape = (x.shape[0], x.shape[1] // size, size, *x.shape[2:])
+        return jnp.moveaxis(x.reshape(shape), 1, 0)
+
+    h_BTD = jnp.pad(h_BTD, (*padding, (0, 0)))
+    return cut(h_BTD), cut(jnp.pad(targets_BT, padding, constant_values=IGNORE))
+
+
+def _joined(x_NBC: jax.Array, *, length: int) -> jax.Array:
+    x_BNC = jnp.moveaxis(x_NBC, 0, 1)
+    return x_BNC.reshape(x_BNC.shape[0], -1, *x_BNC.shape[3:])[:, :length]
+
+
+def _logits(h_BCD: jax.Array, head_DZ: jax.Array) -> jax.Array:
+    acc = jnp.promote_types(h_BCD.dtype, jnp.float32)
+    return jnp.dot(h_BCD, head_DZ, preferred_element_type=acc)
+
+
+def _largest(x_BCZ: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Value and (first) place of the largest entry, in one pass over the array."""
+    place_BCZ = jax.lax.broadcasted_iota(jnp.int32, x_BCZ.shape, x_BCZ.ndim - 1)
+
+    def larger(a, b):
+        (x, i), (y, j) = a, b
+        first = (x > y) | ((x == y) & (i < j)) | jnp.isnan(x)
+        return jnp.where(first, x, y), jnp.where(first, i, j)
+
+    start = (jnp.asarray(-jnp.inf, x_BCZ.dtype), jnp.asarray(jnp.iinfo(jnp.int32).max, jnp.int32))
+    return jax.lax.reduce((x_BCZ, place_BCZ), start, larger, (x_BCZ.ndim - 1,))
+
+
+def _score(logits_BCZ: jax.Array, targets_BC: jax.Array) -> tuple[TokenLoss, jax.Array]:
+    """Cross-entropy, squared log-partition and correctness; and the log-partition."""
+    wanted_BC = targets_BC != IGNORE
+    top_BC, best_BC = _largest(logits_BCZ)
+    # As logsumexp does: where all is -inf, the difference would be NaN.
+    top_BC = jnp.where(jnp.isfinite(top_BC), top_BC, 0.0)
+    log_partition_BC = top_BC + jnp.log(jnp.exp(logits_BCZ - top_BC[..., None]).sum(-1))
+    index_BC = jnp.where(wanted_BC, targets_BC, 0)
+    picked_BC = jnp.take_along_axis(logits_BCZ, index_BC[..., None], axis=-1)[..., 0]
+    scores = TokenLoss(
+        nll_BT=jnp.where(wanted_BC, log_partition_BC - picked_BC, 0.0),
+        z_BT=jnp.where(wanted_BC, log_partition_BC**2, 0.0),
+        correct_BT=wanted_BC & (best_BC == targets_BC),
+    )
+    return scores, log_partition_BC
+
+
+def _summed(scores: TokenLoss, targets_BC: jax.Array) -> Sums:
+    return Sums(
+        nll=scores.nll_BT.sum(),
+        z=scores.z_BT.sum(),
+        correct=scores.correct_BT.sum(dtype=jnp.float32),
+        count=(targets_BC != IGNORE).sum(dtype=jnp.float32),
     )
 
 
-def logits_loss(logits_BTZ: jax.Array, targets_BT: jax.Array) -> TokenLoss:
-    """Cross-entropy, squared log-partition and correctness, in float32."""
-    logits_BTZ = logits_BTZ.astype(jnp.float32)
-    wanted_BT = targets_BT != IGNORE
-    log_partition_BT = jax.nn.logsumexp(logits_BTZ, axis=-1)
-    index_BT = jnp.where(wanted_BT, targets_BT, 0)
-    picked_BT = jnp.take_along_axis(logits_BTZ, index_BT[..., None], axis=-1)[..., 0]
-    return TokenLoss(
-        nll_BT=jnp.where(wanted_BT, log_partition_BT - picked_BT, 0.0),
-        z_BT=jnp.where(wanted_BT, log_partition_BT**2, 0.0),
-        correct_BT=wanted_BT & (jnp.argmax(logits_BTZ, axis=-1) == targets_BT),
-    )
+def _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients):
+    """((loss, sums), (dh_BTD, dhead_DZ) or None); gradients of total * loss."""
+    acc, low = jnp.promote_types(h_BTD.dtype, jnp.float32), h_BTD.dtype
+    narrow_DZ = head_DZ.astype(low)
+
+    def one_piece(carry, piece):
+        sums, dhead_DZ = carry
+        h_BCD, targets_BC = piece
+        logits_BCZ = _logits(h_BCD, narrow_DZ)
+        scores, log_partition_BC = _score(logits_BCZ, targets_BC)
+        sums = jax.tree.map(jnp.add, sums, _summed(scores, targets_BC))
+        if not gradients:
+            return (sums, None), None
+        # Of the sum, not of the mean: divided by all tokens, float16 would round them to zero.
+        slope_BC = jnp.where(targets_BC != IGNORE, 1.0 + 2.0 * z_loss * log_partition_BC, 0.0)
+        dlogits_BCZ = slope_BC[..., None] * jnp.exp(logits_BCZ - log_partition_BC[..., None])
+        place_BCZ = jax.lax.broadcasted_iota(jnp.int32, logits_BCZ.shape, 2)
+        dlogits_BCZ = dlogits_BCZ - (place_BCZ == targets_BC[..., None])  # IGNORE is no place
+        # In the model's dtype: float32 factors would make these the slowest products of the step.
+        dlogits_BCZ = dlogits_BCZ.astype(low)
+        dh_BCD = jnp.einsum(
+            "bcz,dz->bcd", dlogits_BCZ, narrow_DZ, preferred_element_type=acc
+        ).astype(low)
+        dhead_DZ = dhead_DZ + jnp.einsum(
+            "bcd,bcz->dz", h_BCD, dlogits_BCZ, preferred_element_type=acc
+        )
+        return (sums, dhead_DZ), dh_BCD
+
+    zeros = Sums(*[jnp.zeros((), acc)] * 2, *[jnp.zeros((), jnp.float32)] * 2)
+    start = zeros, jnp.zeros(head_DZ.shape, acc) if gradients else None
+    pieces = _pieces(h_BTD, targets_BT, loss_chunk)
+    carry, dh_NBCD = jax.lax.scan(one_piece, start, pieces)
+    sums, dhead_DZ = carry
+    out = (sums.nll + z_loss * sums.z) / total, sums
+    if dh_NBCD is None or dhead_DZ is None:
+        return out, None
+    dh_BTD = _joined(dh_NBCD, length=h_BTD.shape[1])
+    return out, (dh_BTD, dhead_DZ.astype(head_DZ.dtype))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _fused(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss) -> Any:
+    return _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients=False)[0]
+
+
+def _fused_forward(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss):
+    out, gradients = _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients=True)
+    return out, (gradients, total)
+
+
+def _fused_backward(loss_chunk, z_loss, kept, cotangents):
+    gradients, total = kept
+    factor = cotangents[0] / total
+    return *jax.tree.map(lambda x: (factor * x).astype(x.dtype), gradients), None, None
+
+
+_fused.defvjp(_fused_forward, _fused_backward)

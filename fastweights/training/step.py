@@ -13,7 +13,7 @@ from flax import nnx
 
 from fastweights import sharding
 from fastweights.model import bind
-from fastweights.training.loss import IGNORE, Sums, loss_sums
+from fastweights.training.loss import IGNORE, Sums, training_loss
 from fastweights.training.state import Blueprint, State
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ def make_train_step(
     """
 
     def scaled_loss(params: Any, batch: Batch, total: jax.Array) -> tuple[jax.Array, Sums]:
-        sums = loss_sums(bind(graphdef, params), batch, loss_chunk=loss_chunk)
-        return (sums.nll + z_loss * sums.z) / total, sums
+        model = bind(graphdef, params)
+        return training_loss(model, batch, loss_chunk=loss_chunk, z_loss=z_loss, total=total)
 
     grad_fn = jax.value_and_grad(scaled_loss, has_aux=True)
 

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from fastweights.ops.mosaic_gpu import pieces as piecing
 from fastweights.ops.mosaic_gpu.backward_local import local_gradients
 from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
+from fastweights.ops.mosaic_gpu.convolution import SPAN, TOKENS, WARPS, convolve, convolve_backward
 from fastweights.ops.mosaic_gpu.decode import update_state
 from fastweights.ops.mosaic_gpu.forward import scan_forward
 from fastweights.ops.mosaic_gpu.gates import Gates
@@ -83,6 +84,13 @@ def decode(decay=True, delta=True, K=128, V=128, dtype=jnp.bfloat16):
     return call, (qk, qk, v, *gates, single(B, G, K, V))
 
 
+def convolution(gradient=False, bias=False, taps=4):
+    kernel = convolve_backward if gradient else convolve
+    call = functools.partial(kernel, silu=True, simulate=False)
+    x, reach = of(B, T, 256), of(B, T // TOKENS, SPAN + 2 * (taps - 1), WARPS, dtype=jnp.int32)
+    return call, (x, of(taps, 256), of(256) if bias else None, reach, *([x] if gradient else []))
+
+
 VARIANTS = [
     (inverse, dict()),
     (inverse, dict(packed=True)),
@@ -118,6 +126,9 @@ VARIANTS = [
     (decode, dict(delta=False)),
     (decode, dict(decay=False, delta=False)),
     (decode, dict(K=64, V=64)),
+    (convolution, dict()),
+    (convolution, dict(gradient=True)),
+    (convolution, dict(gradient=True, bias=True, taps=3)),
 ]
 
 

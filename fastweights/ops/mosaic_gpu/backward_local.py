@@ -22,6 +22,7 @@ is done with it.
 Shapes: B batch, T tokens, H query/key heads, G value heads, N chunks of C = 64 tokens, J = K / 64.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +76,7 @@ class Local(NamedTuple):
     write_JBGNC: jax.Array
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "simulate"))
 def local_gradients(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,

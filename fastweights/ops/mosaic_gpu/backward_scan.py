@@ -14,6 +14,7 @@ piece from nothing and keeps only the gradient before the piece, for `pieces.com
 Shapes: B batch, T tokens, H query/key heads, G value heads, P pieces, N chunks of C = 64 tokens.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -50,6 +51,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
 REGISTERS = (232, 40)  # of a thread that computes, and that copies
 
 
+@functools.partial(jax.jit, static_argnames=("pieces", "scale", "simulate"))
 def scan_backward(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
@@ -246,6 +248,7 @@ def scan_backward(
         threads=computing + 1,
         scratch=scratch,
         simulate=simulate,
+        guard_stores=False,
     )
     return out[0] if ends_only else out
 

@@ -16,6 +16,7 @@ from its own state (`pieces.py`).
 Shapes: B batch, T tokens, H query/key heads, G value heads, P pieces, N chunks of C = 64 tokens.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -76,6 +77,7 @@ class Forward(NamedTuple):
     saved: Saved | None
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "save", "simulate"))
 def scan_forward(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
@@ -320,6 +322,7 @@ def scan_forward(
         threads=computing + 1,
         scratch=scratch,
         simulate=simulate,
+        guard_stores=False,
     )
     saved = None
     if save:

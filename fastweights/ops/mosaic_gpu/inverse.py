@@ -23,6 +23,8 @@ fastest, and fetch the next keys as soon as K K^T is done.
 Shapes: B batch, T tokens, H query/key heads, G value heads, N chunks, C = 64 tokens of a chunk.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -59,6 +61,7 @@ BAND = 4
 WARPGROUPS = 4  # of a block; at 128 registers a thread they fill a multiprocessor
 
 
+@functools.partial(jax.jit, static_argnames=("simulate",))
 def gated_inverse(
     k_BTHK: jax.Array, beta_BGNC: jax.Array, gates: Gates, *, simulate: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -81,16 +84,13 @@ def gated_inverse(
     total = batch * value_heads * chunks
     blocks = min(MULTIPROCESSORS, -(-total // WARPGROUPS))
     stride = blocks * WARPGROUPS
-    # One vector a direction: rows [2, C] of (G, beta), halves [4, C/2] of the same for columns.
-    vectors = jnp.stack([gates.sum_BGNC, beta_BGNC], axis=-2)
-    halves = vectors.reshape(batch, value_heads, chunks, 4, HALF)
     shape = (CHUNK, HALF)
     lower_half, upper_half = pl.ds(HALF, HALF), pl.ds(0, HALF)
 
     def body(block, me, operands, results, scratch):
-        k_ref, vectors_ref, halves_ref, *start_ref = operands
+        k_ref, sum_ref, beta_ref, *start_ref = operands
         A_ref, stretch_ref = results
-        *tiles, vectors_all, halves_all, starts_all, barriers = scratch
+        *tiles, rows_all, columns_all, starts_all, barriers = scratch
         keys_all = tiles[0]
         barrier = barriers.at[me]
         first = block * WARPGROUPS + me
@@ -106,8 +106,9 @@ def gated_inverse(
             rows = pl.ds(n * CHUNK, CHUNK)
             copy = plgpu.copy_gmem_to_smem
             copy(k_ref.at[b, rows, jax.lax.div(h, jnp.int32(group))], keys_all.at[me], barrier)
-            copy(vectors_ref.at[b, h, n], vectors_all.at[me, here], barrier)
-            copy(halves_ref.at[b, h, n], halves_all.at[me, here], barrier)
+            for j, ref in enumerate((sum_ref, beta_ref)):
+                copy(ref.at[b, h, n], rows_all.at[me, here, j], barrier)
+                copy(ref.at[b, h, n], columns_all.at[me, here, j], barrier)
             if packed:
                 copy(start_ref[0].at[b, n], starts_all.at[me, here], barrier)
 
@@ -122,10 +123,10 @@ def gated_inverse(
             keys, columns, X_high, X_low, L_high, L_low = (x.at[me + zero] for x in tiles)
 
             def row_vector(j):
-                return along_rows(vectors_all.at[me, here, j], shape)
+                return along_rows(rows_all.at[me, here, j], shape)
 
-            def column_vector(j):
-                return along_columns(halves_all.at[me, here, j], shape)
+            def column_vector(j, half):
+                return along_columns(columns_all.at[me, here, j, pl.ds(half * HALF, HALF)], shape)
 
             row, column = indices(shape, zero)
             top = row < HALF
@@ -139,13 +140,16 @@ def gated_inverse(
             gram_left, gram_right = with_sums(grams, [shape, shape], simulate)
             fence_reads(simulate)
             pl.when(i + 1 < count)(lambda: fetch(i + 1))
-            diagonal = jnp.where(top, gram_left * column_vector(2), gram_right * column_vector(3))
+            diagonal = jnp.where(
+                top, gram_left * column_vector(1, 0), gram_right * column_vector(1, 1)
+            )
             upper = in_layout(jnp.where(column > row_in_half, diagonal, 0.0))
             lengths = in_layout(jnp.where(column == row_in_half, diagonal, 0.0))
             stretch_ref.at[b, h, n][...] = jnp.sum(lengths, axis=1)
             # The last chunk's A has left the buffers.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            L_high[...], L_low[...] = split(in_layout(gram_left * row_vector(1)))
+            # -L. With the sign at the product's end LLVM negates sums that are still under way.
+            L_high[...], L_low[...] = split(in_layout(gram_left * -row_vector(1)))
             if simulate:
                 X = substitution.reference(upper)
             else:
@@ -156,7 +160,7 @@ def gated_inverse(
             plgpu.commit_smem()
             L21_high, L21_low = L_high.at[lower_half], L_low.at[lower_half]
             terms = [(high, L21_high), (low, L21_high), (high, L21_low)]
-            high, low = split(multiply(terms, shape, simulate))  # rows 32 to 63: X22 L21
+            high, low = split(multiply(terms, shape, simulate))  # rows 32 to 63: -X22 L21
 
             # Anew: kept from above, the numbers would take registers across the substitution.
             zero = hidden_zero(simulate)
@@ -171,29 +175,35 @@ def gated_inverse(
                 if packed:
                     start = along_rows(starts_all.at[me, here], shape)
                     mask = mask & (column + half * HALF >= start)
-                return power(mask, row_vector(0) - column_vector(half))
+                return power(mask, row_vector(0) - column_vector(0, half))
 
-            def rounded(x, half, spare):
-                """bfloat16 with the column sums of float32; `spare` is a tile out of use."""
-                low = x.astype(BF16)
-                spare[...] = in_layout(x - low.astype(F32)).astype(BF16)
-                plgpu.commit_smem()
-                # By a product with ones: Pallas' own sums over rows share one buffer a block.
-                square = (CHUNK, CHUNK)
-                ones = (indices(square, hidden_zero(simulate))[0] >= 0).astype(BF16)
-                missing = multiply([(in_layout(ones), spare)], shape, simulate)
-                near = (row == column + (half * HALF + BAND)) & (x != 0)
-                near = near & (row_vector(1) >= 0.5 * column_vector(2 + half))
-                return in_layout(jnp.where(near, low.astype(F32) + missing, x)).astype(BF16)
-
-            fence_reads(simulate)
-            right = decay(reach & (row >= HALF), 1)
-            L_low[...] = rounded(X * (right * column_vector(3)), 1, L_high)
+            right = X * (decay(reach & (row >= HALF), 1) * column_vector(1, 1))
             X11_high, X11_low = X_high.at[upper_half], X_low.at[upper_half]
             terms = [(high, X11_high), (low, X11_high), (high, X11_low)]
             below = multiply(terms, shape, simulate)
-            left = decay(reach | (row >= HALF), 0)
-            L_high[...] = rounded(jnp.where(top, X, -below) * (left * column_vector(2)), 0, X_high)
+            left = jnp.where(top, X, below) * (
+                decay(reach | (row >= HALF), 0) * column_vector(1, 0)
+            )
+
+            # What rounding takes from each column's sum, by a product with ones: Pallas' own sums
+            # over rows share one buffer a block.
+            halves = (left, right)
+            lows = [x.astype(BF16) for x in halves]
+            fence_reads(simulate)
+            plgpu.commit_smem()  # all warps are done with the tiles
+            for x, low, spare in zip(halves, lows, (X_high, X_low), strict=True):
+                spare[...] = in_layout(x - low.astype(F32)).astype(BF16)
+            plgpu.commit_smem()
+
+            square = (CHUNK, CHUNK)
+            ones = in_layout((indices(square, hidden_zero(simulate))[0] >= 0).astype(BF16))
+            for half, (spare, target) in enumerate(((X_high, L_high), (X_low, L_low))):
+                missing = multiply([(ones, spare)], shape, simulate)
+                x = halves[half]
+                near = (row == column + (half * HALF + BAND)) & (x != 0)
+                near = near & (row_vector(1) >= 0.5 * column_vector(1, half))
+                given = jnp.where(near, lows[half].astype(F32) + missing, x)
+                target[...] = in_layout(given).astype(BF16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(L_high, A_ref.at[b, h, n, :, upper_half])
             plgpu.copy_smem_to_gmem(L_low, A_ref.at[b, h, n, :, lower_half])
@@ -209,11 +219,11 @@ def gated_inverse(
         half,
         half,
         plgpu.SMEM((WARPGROUPS, 2, 2, CHUNK), F32),
-        plgpu.SMEM((WARPGROUPS, 2, 4, HALF), F32),
+        plgpu.SMEM((WARPGROUPS, 2, 2, CHUNK), F32),
         plgpu.SMEM((WARPGROUPS, 2, CHUNK), jnp.int32),
-        plgpu.Barrier(num_arrivals=4 if packed else 3, num_barriers=WARPGROUPS),
+        plgpu.Barrier(num_arrivals=6 if packed else 5, num_barriers=WARPGROUPS),
     ]
-    operands = [k_BTHK, vectors, halves]
+    operands = [k_BTHK, gates.sum_BGNC, beta_BGNC]
     if gates.start_BNC is not None:
         operands.append(gates.start_BNC)
     return call(
@@ -228,4 +238,5 @@ def gated_inverse(
         threads=WARPGROUPS,
         scratch=scratch,
         simulate=simulate,
+        guard_stores=False,
     )

@@ -10,6 +10,7 @@ take the exact path, as do heads with little decay.
 Shapes: B batch, T tokens, G value heads, P pieces, N chunks of C = 64 tokens.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -97,6 +98,7 @@ def make_plan(gates: Gates, pieces: int, contracts_BG: jax.Array) -> Plan:
     return Plan(*(x.astype(jnp.int32) for x in (exact, reach(behind), reach(ahead))))
 
 
+@functools.partial(jax.jit, static_argnames=("simulate",))
 def final_states(
     k_BTHK: jax.Array,
     v_BTGV: jax.Array | None,
@@ -251,6 +253,7 @@ def _diagonal(gates: Gates, pieces: int, key_dim: int) -> Transitions:
     return Transitions(*split(jnp.einsum("bgp,ij->bgpij", keep, jnp.eye(key_dim, dtype=F32))))
 
 
+@functools.partial(jax.jit, static_argnames=("reverse", "simulate"))
 def combine(
     ends_BGPVK: jax.Array,
     transitions: Transitions,

@@ -126,7 +126,7 @@ def _core_backward(scale, pieces, simulate, residuals: _Residuals, cotangents):
     if g is not None:
         dsum_BGNC = jnp.sum(local.dsum_JBGNC, axis=0)
         dsum_BGNC = dsum_BGNC.at[..., -1].add(jnp.sum(local.last_JBGNC, axis=(0, -1)))
-        dg = gating.unchunked(jnp.flip(jnp.cumsum(jnp.flip(dsum_BGNC, -1), axis=-1), -1))
+        dg = gating.unchunked(gating.sums_so_far(dsum_BGNC, reverse=True))
         dg = jnp.where(g >= MIN_LOG_DECAY, dg, 0.0)
         if document_BT is not None:
             # Zero but for rounding: the decay of a first token reaches nothing.

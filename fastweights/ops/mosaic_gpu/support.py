@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 
 MAX_KEY_DIM, MAX_VALUE_DIM = 128, 256
+CHANNELS = 128  # a block of the convolution
+MAX_TAPS = 8  # of the convolution
+CONVOLVED_TOKENS = 128  # a block of the convolution; fewer are no loss without the kernel
 TILE = 64  # head dims: `rule` pads them to a multiple; for one token that would copy the state
 
 
@@ -30,6 +33,32 @@ def _devices_to_partition_over() -> int:
     return math.prod(size for size, kind in kinds if kind != jax.sharding.AxisType.Manual)
 
 
+def _obstacle_of_the_machine(x: jax.Array) -> str | None:
+    if not on_hopper():
+        return "the kernels run on GPUs of compute capability 9.0"
+    devices = _devices_to_partition_over()
+    if devices > 1:
+        return f"XLA cannot partition the kernels over the mesh's {devices} devices"
+    if jax.typeof(x).manual_axis_type.varying:
+        return "the kernels know no varying mesh axes, so shard_map needs check_vma=False"
+    return None
+
+
+def convolution_obstacle(x_BTD: jax.Array, w_WD: jax.Array) -> str | None:
+    """As `obstacle`, for the short convolution."""
+    reason = _obstacle_of_the_machine(x_BTD)
+    if reason is not None:
+        return reason
+    if x_BTD.dtype != jnp.bfloat16:
+        return f"the kernel takes bfloat16, and x is {x_BTD.dtype}"
+    taps, channels = w_WD.shape
+    if channels % CHANNELS:
+        return f"the kernel takes multiples of {CHANNELS} channels, and these are {channels}"
+    if taps > MAX_TAPS:
+        return f"the kernel takes up to {MAX_TAPS} taps, and these are {taps}"
+    return None
+
+
 def obstacle(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
@@ -43,15 +72,11 @@ def obstacle(
     One token goes to `decode`, more to `rule`.
     """
     one_token = q_BTHK.shape[1] == 1
-    if not on_hopper():
-        return "the kernels run on GPUs of compute capability 9.0"
+    reason = _obstacle_of_the_machine(q_BTHK)
+    if reason is not None:
+        return reason
     if channels:
         return "the kernels know no decay per key channel"
-    devices = _devices_to_partition_over()
-    if devices > 1:
-        return f"XLA cannot partition the kernels over the mesh's {devices} devices"
-    if jax.typeof(q_BTHK).manual_axis_type.varying:
-        return "the kernels know no varying mesh axes, so shard_map needs check_vma=False"
     kinds = (jnp.bfloat16, jnp.float32) if one_token else (jnp.bfloat16,)
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTGV)):
         if x.dtype not in kinds:
@@ -74,5 +99,5 @@ def obstacle(
 
 @functools.cache
 def say_once(name: str, reason: str) -> None:
-    """Warns, once for each rule and reason, that a call falls back to XLA."""
+    """Warns, once for each operation and reason, that a call falls back to XLA."""
     warnings.warn(f"{name}: runs as XLA code, for {reason}.", category=UserWarning, stacklevel=5)

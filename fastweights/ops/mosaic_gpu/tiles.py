@@ -202,8 +202,13 @@ def call(
     threads: int,
     scratch: Sequence[Any],
     simulate: bool,
+    guard_stores: bool = True,
 ) -> Any:
     """Starts a kernel of `blocks` blocks of `threads` warpgroups.
+
+    Without guard_stores no barrier of the warpgroup stands before and after each plain store. That
+    is for kernels in which no thread stores where another one, or a product under way, may still
+    read, and whose copies and products follow a `commit_smem`.
 
     body(block, warpgroup, operands, results, scratch) gets its two numbers and references. One axis
     counts the blocks, for only the first axis of a CUDA grid may pass 65,535.
@@ -226,7 +231,9 @@ def call(
         num_threads=threads,
         thread_name="warpgroup",
         kernel_name=name,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=not guard_stores
+        ),
         interpret=plgpu.InterpretGPUParams() if simulate else None,
     )
     with jax.enable_x64(False):  # the kernels count in int32, also where the caller has wider types

@@ -1,0 +1,328 @@
+"""The short causal depthwise convolution with its activation: each input is read once.
+
+XLA's form reads every tap anew, and its gradient recomputes the activation for each sum over
+tokens; on an H200 they reach a quarter and a twentieth of the memory's speed.
+
+A block is one warpgroup with 128 channels of four spans of consecutive tokens, a span to a warp. A
+warp walks along its span with the last inputs in registers, so a token costs one read of shared
+memory; four channels lie in each lane. Spans overlap by the taps' reach, and results take the place
+of inputs that have been read.
+
+Shapes: B batch, T tokens, D channels, W taps, X = W - 1, N blocks along T, P = X + span + X places
+of a span and its surroundings, S warps of a block.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from fastweights.ops.mosaic_gpu.support import CHANNELS, CONVOLVED_TOKENS
+from fastweights.ops.mosaic_gpu.tiles import BF16, F32, call, digits, plgpu
+from fastweights.ops.weights import sum_tokens
+
+WARPS = 4
+TOKENS = CONVOLVED_TOKENS
+SPAN = TOKENS // WARPS  # tokens of a warp
+UNROLLED = 2  # tokens a turn of the loop
+# Of 4 x 128 entries, warp w has row w, lane l columns 4 l to 4 l + 3.
+ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((WARPS, CHANNELS), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+)
+OF_CHANNELS, OF_WARPS = ROWS.reduce(0), ROWS.reduce(1)
+SHAPE = (WARPS, CHANNELS)
+
+
+def _zeros() -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(SHAPE, F32), ROWS)
+
+
+def _load(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=ROWS, optimized=False).astype(F32)
+
+
+def _weights(ref: Any, channels: Any, count: int) -> list[jax.Array]:
+    """Rows of a [count, D] array, each the same for all warps."""
+    rows = [
+        plgpu.load(ref.at[i, channels], layout=OF_CHANNELS, optimized=False) for i in range(count)
+    ]
+    return [jax.lax.broadcast_in_dim(row.astype(F32), SHAPE, [1]) for row in rows]
+
+
+def _reaches(ref: Any, place: Any) -> jax.Array:
+    """How far each warp's token sees back, for each of its channels."""
+    reach = plgpu.load(ref.at[place], layout=OF_WARPS, optimized=False)
+    return jax.lax.broadcast_in_dim(reach, SHAPE, [0])
+
+
+def _sigmoid(x: jax.Array) -> jax.Array:
+    # A root and a square instead of a division, which takes ten instructions.
+    root = jax.lax.rsqrt(1.0 + jnp.exp(-x))
+    return root * root
+
+
+def _sum_of_taps(reach, window, taps, bias):
+    """`window` holds the last W inputs, the newest last."""
+    last = len(taps) - 1
+    total = window[last] * taps[last]
+    for back in range(1, len(taps)):
+        seen = jnp.where(reach >= back, window[last - back], 0.0)
+        total = total + seen * taps[last - back]
+    return total if bias is None else total + bias
+
+
+def _copy_spans(ref, b, first, channels, before, after, length, spans, barrier) -> None:
+    """Each warp's span of a [B, T, D] array, with some tokens before and after it."""
+    for warp in range(WARPS):
+        begin = first + warp * SPAN
+        rows = spans.at[warp]
+        parts = [(begin, before, SPAN)]
+        # Beyond the ends of the row come tokens from inside it; their reach says to ignore them.
+        if before:
+            parts.append((jnp.maximum(begin - before, 0), 0, before))
+        if after:
+            parts.append(
+                (jnp.minimum(begin + SPAN, length - after), before + SPAN, after),
+            )
+        for token, row, count in parts:
+            plgpu.copy_gmem_to_smem(
+                ref.at[b, pl.ds(token, count), channels], rows.at[pl.ds(row, count)], barrier
+            )
+
+
+def _store_spans(spans, before, ref, b, first, channels) -> None:
+    plgpu.commit_smem()
+    for warp in range(WARPS):
+        tokens = pl.ds(first + warp * SPAN, SPAN)
+        plgpu.copy_smem_to_gmem(spans.at[warp, pl.ds(before, SPAN)], ref.at[b, tokens, channels])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _start(kernel, name, operands, shape, out_type, scratch, simulate):
+    """Runs kernel(b, first token, channels, operands, results, scratch) for each block."""
+    batch, length, channels = shape
+    counts = (batch, length // TOKENS, channels // CHANNELS)
+
+    def body(block, me, operand_refs, result_refs, scratch_refs):
+        del me
+        b, n, part = digits(block, *counts)
+        columns = pl.ds(part * CHANNELS, CHANNELS)
+        kernel(b, n, columns, operand_refs, result_refs, scratch_refs)
+
+    return call(
+        body,
+        operands,
+        name=name,
+        out_type=out_type,
+        blocks=counts[0] * counts[1] * counts[2],
+        threads=1,
+        scratch=scratch,
+        simulate=simulate,
+        guard_stores=False,
+    )
+
+
+def _spans(rows: int) -> Any:
+    return plgpu.SMEM((WARPS, rows, CHANNELS), BF16)
+
+
+@functools.partial(jax.jit, static_argnames=("silu", "simulate"))
+def convolve(x_BTD, w_WD, bias_D, reach_BNPS, *, silu: bool, simulate: bool) -> jax.Array:
+    """y_BTD; T a multiple of `TOKENS`. Arguments as in `short_convolution`."""
+    length, taps_count = x_BTD.shape[1], w_WD.shape[0]
+    past = taps_count - 1
+
+    def kernel(b, n, channels, operands, results, scratch):
+        x_ref, reach_ref, w_ref, *bias_ref = operands
+        spans, reaches, barrier = scratch
+        first = n * TOKENS
+        _copy_spans(x_ref, b, first, channels, past, 0, length, spans, barrier)
+        plgpu.copy_gmem_to_smem(reach_ref.at[b, n], reaches, barrier)
+        taps = _weights(w_ref, channels, taps_count)
+        bias = _weights(bias_ref[0], channels, 1)[0] if bias_ref else None
+        plgpu.barrier_wait(barrier)
+
+        def push(place, window):
+            reach = _reaches(reaches, place + past)
+            x = jnp.where(reach >= 0, _load(spans.at[:, place + past]), 0.0)
+            return reach, [*window, x]
+
+        def group(i, window):
+            for j in range(UNROLLED):
+                place = i * UNROLLED + j
+                reach, window = push(place, window)
+                y = _sum_of_taps(reach, window, taps, bias)
+                y = y * _sigmoid(y) if silu else y
+                y = jnp.where(reach >= 0, y, 0.0)
+                spans.at[:, place + past][...] = y.astype(BF16)
+                window = window[1:]
+            return window
+
+        window = []
+        for place in range(-past, 0):
+            _, window = push(place, window)
+        jax.lax.fori_loop(0, SPAN // UNROLLED, group, window)
+        _store_spans(spans, past, results[0], b, first, channels)
+
+    copies = 1 + WARPS * (1 + (past > 0))
+    (y_BTD,) = _start(
+        kernel,
+        "convolve",
+        [x_BTD, reach_BNPS, w_WD, *([] if bias_D is None else [bias_D[None]])],
+        x_BTD.shape,
+        (jax.ShapeDtypeStruct(x_BTD.shape, BF16),),
+        [
+            _spans(past + SPAN),
+            plgpu.SMEM((past + SPAN + past, WARPS), jnp.int32),
+            plgpu.Barrier(num_arrivals=copies),
+        ],
+        simulate,
+    )
+    return y_BTD
+
+
+@functools.partial(jax.jit, static_argnames=("silu", "simulate"))
+def convolve_backward(x_BTD, w_WD, bias_D, reach_BNPS, dy_BTD, *, silu: bool, simulate: bool):
+    """(dx_BTD, dw_WD, dbias_D or None); the sums of taps are computed anew from x."""
+    batch, length, width = x_BTD.shape
+    taps_count = w_WD.shape[0]
+    past = taps_count - 1
+    sums_count = taps_count + (bias_D is not None)
+
+    def kernel(b, n, channels, operands, results, scratch):
+        x_ref, dy_ref, reach_ref, w_ref, *bias_ref = operands
+        dx_ref, sums_ref = results
+        xs, dys, reaches, barrier = scratch
+        first = n * TOKENS
+        _copy_spans(x_ref, b, first, channels, past, past, length, xs, barrier)
+        _copy_spans(dy_ref, b, first, channels, 0, past, length, dys, barrier)
+        plgpu.copy_gmem_to_smem(reach_ref.at[b, n], reaches, barrier)
+        taps = _weights(w_ref, channels, taps_count)
+        bias = _weights(bias_ref[0], channels, 1)[0] if bias_ref else None
+        plgpu.barrier_wait(barrier)
+
+        def push(place, window):
+            reach = _reaches(reaches, place + past)
+            x = jnp.where(reach >= 0, _load(xs.at[:, place + past]), 0.0)
+            return reach, [*window, x]
+
+        def step(place, window, pending, sums):
+            """`pending` are the gradients of the last X inputs, which later tokens add to."""
+            reach, window = push(place, window)
+            d = _load(dys.at[:, place])
+            if silu:
+                s = _sum_of_taps(reach, window, taps, bias)
+                gate = _sigmoid(s)
+                d = d * (gate * (1.0 + s * (1.0 - gate)))
+            d = jnp.where(reach >= 0, d, 0.0)
+            backs = [d] + [jnp.where(reach >= back, d, 0.0) for back in range(1, taps_count)]
+            pending = [p + backs[past - i] * taps[i] for i, p in enumerate([*pending, _zeros()])]
+            if sums is not None:
+                terms = [backs[past - i] * window[i] for i in range(taps_count)]
+                terms += [] if bias is None else [d]
+                sums = [a + t for a, t in zip(sums, terms, strict=True)]
+            # Input `place - past` has all its terms. Those before the span go where no one reads.
+            dx = jnp.where(_reaches(reaches, place) >= 0, pending[0], 0.0)
+            xs.at[:, place][...] = dx.astype(BF16)
+            return window[1:], pending[1:], sums
+
+        def group(i, carry):
+            for j in range(UNROLLED):
+                carry = step(i * UNROLLED + j, *carry)
+            return carry
+
+        window = []
+        for place in range(-past, 0):
+            _, window = push(place, window)
+        carry = (window, [_zeros()] * past, [_zeros()] * sums_count)
+        window, pending, sums = jax.lax.fori_loop(0, SPAN // UNROLLED, group, carry)
+        for place in range(SPAN, SPAN + past):
+            window, pending, _ = step(place, window, pending, None)
+        for i, total in enumerate(sums):
+            sums_ref.at[b, n, i, channels][...] = jnp.sum(total, axis=0)
+        _store_spans(xs, past, dx_ref, b, first, channels)
+
+    copies = 1 + WARPS * (2 + 3 * (past > 0))
+    blocks = length // TOKENS
+    dx_BTD, sums_BNSD = _start(
+        kernel,
+        "convolve_backward",
+        [x_BTD, dy_BTD, reach_BNPS, w_WD, *([] if bias_D is None else [bias_D[None]])],
+        x_BTD.shape,
+        (
+            jax.ShapeDtypeStruct(x_BTD.shape, BF16),
+            jax.ShapeDtypeStruct((batch, blocks, sums_count, width), F32),
+        ),
+        [
+            _spans(past + SPAN + past),
+            _spans(SPAN + past),
+            plgpu.SMEM((past + SPAN + past, WARPS), jnp.int32),
+            plgpu.Barrier(num_arrivals=copies),
+        ],
+        simulate,
+    )
+    sums_SD = sum_tokens(sums_BNSD.reshape(batch, blocks, -1)).reshape(sums_count, width)
+    dbias_D = None if bias_D is None else sums_SD[-1].astype(bias_D.dtype)
+    return dx_BTD, sums_SD[:taps_count].astype(w_WD.dtype), dbias_D
+
+
+def _by_span(reach_BT: jax.Array, missing: int, past: int) -> jax.Array:
+    """Each span's reaches and those around it; beyond the row's ends lies padding."""
+    around = ((0, 0), (past, missing + past))
+    reach_BE = jnp.pad(reach_BT.astype(jnp.int32), around, constant_values=-1)
+    blocks = (reach_BT.shape[1] + missing) // TOKENS
+    place_NPS = (
+        np.arange(blocks)[:, None, None] * TOKENS
+        + np.arange(past + SPAN + past)[:, None]
+        + np.arange(WARPS) * SPAN
+    )
+    return reach_BE[:, place_NPS]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _core(x_BTD, w_WD, bias_D, reach_BNPS, silu, simulate) -> Any:
+    return convolve(x_BTD, w_WD, bias_D, reach_BNPS, silu=silu, simulate=simulate)
+
+
+def _core_forward(x_BTD, w_WD, bias_D, reach_BNPS, silu, simulate):
+    kept = (x_BTD, w_WD, bias_D, reach_BNPS)
+    return _core(*kept, silu, simulate), kept
+
+
+def _core_backward(silu, simulate, kept, dy_BTD):
+    gradients = convolve_backward(*kept, dy_BTD, silu=silu, simulate=simulate)
+    return *gradients, None
+
+
+_core.defvjp(_core_forward, _core_backward)
+
+
+def short_convolution(
+    x_BTD: jax.Array,
+    w_WD: jax.Array,
+    bias_D: jax.Array | None,
+    reach_BT: jax.Array,
+    *,
+    activation: str | None,
+    simulate: bool = False,
+) -> jax.Array:
+    """y_t = act(bias + sum_i w_i * x_(t - X + i)) over the tokens that t sees; y in bfloat16.
+
+    Args:
+      x_BTD: bfloat16; D a multiple of `CHANNELS`, W up to `MAX_TAPS`.
+      w_WD, bias_D: any float dtype; bias None for none.
+      reach_BT: int32, how many of the X tokens before it a token sees: 0 for a document's first,
+        -1 for padding, whose output is 0 and which counts as a zero input.
+      activation: "silu" or None.
+      simulate: run in Pallas' simulator, on any machine.
+    """
+    length = x_BTD.shape[1]
+    missing = -length % TOKENS
+    if missing:
+        x_BTD = jnp.pad(x_BTD, ((0, 0), (0, missing), (0, 0)))
+    reach_BNPS = _by_span(reach_BT, missing, past=w_WD.shape[0] - 1)
+    y_BTD: Any = _core(x_BTD, w_WD, bias_D, reach_BNPS, activation == "silu", simulate)
+    return y_BTD[:, :length]
