@@ -1,5 +1,5 @@
-"""Times the Hopper kernels on one GPU, beside cuDNN attention, our own XLA form and, where it can be
-imported, fla's forward in the same run.
+"""Times the Hopper kernels on one GPU, in one run with cuDNN attention, our own XLA form and, where
+it can be imported, fla's forward.
 
     python scripts/bench_kernels.py [--rows S1 S2] [--out results/kernels_h200.txt]
 
