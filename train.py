@@ -119,6 +119,7 @@ def main(argv: list[str] | None = None) -> int:
         ]
         resumed_at = step if saved else -1
         profiling = False
+        good_enough = config.eval.stops(metrics.read_metrics(args.workdir, "eval"))
 
         def finish_step(number: int, pending: Any) -> None:
             """Reads the metrics of step `number`, which the device may still be working on."""
@@ -135,7 +136,8 @@ def main(argv: list[str] | None = None) -> int:
 
         pending = None
         while True:
-            ending = step == config.steps or should_stop(step)
+            finished = step == config.steps or good_enough
+            ending = finished or should_stop(step)
             results = {}
             if step > 0 and step != resumed_at:
                 due_eval = config.eval.every > 0 and step % config.eval.every == 0
@@ -151,6 +153,9 @@ def main(argv: list[str] | None = None) -> int:
                     log.write("eval", step, results)
                     shown = "  ".join(f"{k} {v:.4f}" for k, v in results.items())
                     progress.say(f"  eval at step {step}: {shown}")
+                    if config.eval.stops([results]):
+                        progress.say(f"  eval.stop_at {config.eval.stop_at} is reached")
+                        finished = ending = due_save = True
                 if due_save:
                     checkpoints.save(step, state, data_position=position, evals=results)
                 if due_eval or due_save:
@@ -183,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
         if profiling:
             jax.profiler.stop_trace()
         checkpoints.wait()
-        if step < config.steps:
+        if not finished:
             saved_it = "saved" if step else "nothing to save yet"
             progress.say(f"stopped by SIGTERM at step {step}, {saved_it}; the same command goes on")
             return 0

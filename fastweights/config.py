@@ -196,7 +196,11 @@ def set_field(config: ConfigDict, path: str, value: Any) -> None:
 
 
 def to_json(config: Config) -> str:
-    return json.dumps(_as_dict(config), indent=2) + "\n"
+    return json_text(_as_dict(config))
+
+
+def json_text(tree: Any) -> str:
+    return json.dumps(tree, indent=2) + "\n"
 
 
 def from_json(text: str) -> Config:

@@ -20,7 +20,8 @@ from fastweights.training import metrics, run_folder
 
 COLUMNS = (
     "run", "status", "task", "pattern", "layers", "attention_share", "parameters", "state_bytes",
-    "lr", "seed", "step", "seconds", "eval", "slice", "length", "pairs", "recall", "chance", "nll",
+    "lr", "seed", "step", "seconds", "eval", "slice", "length", "pairs", "recall", "whole",
+    "chance", "nll",
 )  # fmt: skip
 
 
@@ -43,7 +44,8 @@ def collect(folder: pathlib.Path, names: str) -> list[dict[str, Any]]:
     Raises:
       UserError: no run in the folder.
     """
-    runs = sorted(path.parent for path in folder.glob("**/config.json"))
+    marks = ("config.json", "FAILED")  # A run that could not start has the second alone.
+    runs = sorted({path.parent for mark in marks for path in folder.glob(f"**/{mark}")})
     check(bool(runs), f"'{folder}' holds no run (no config.json below it); check the path.")
     found = evals.split_names(names)
     return [row for run in runs for name in found for row in run_rows_or_cause(folder, run, name)]
@@ -63,6 +65,9 @@ def run_rows_or_cause(folder: pathlib.Path, run: pathlib.Path, name: str) -> lis
 
 def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[str, Any]]:
     """The rows of one run: its last results of the eval, else its status alone."""
+    if not (run / "config.json").is_file():
+        status = f"failed: {run_folder.failure(run)}"
+        return [{"run": str(run.relative_to(folder)), "status": status, "eval": name}]
     config = run_folder.load_config(run)
     letters = config.model.layout.letters
     trained = metrics.read_metrics(run, "train")
@@ -82,7 +87,12 @@ def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[st
     }
     results = sorted(run.glob(f"evals/{name}-*.json"), key=result_step)
     if not results:
-        status = f"unfinished at step {last['step']} of {config.steps}"
+        cause = run_folder.failure(run)
+        status = (
+            f"failed: {cause}"
+            if cause
+            else (f"unfinished at step {last['step']} of {config.steps}")
+        )
         return [{**common, "status": status, "state_bytes": state_bytes(config, {})}]
     status = "done" if run_folder.is_done(run) else "unfinished"
     found = read_result(results[-1])

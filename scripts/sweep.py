@@ -3,9 +3,13 @@
     python scripts/sweep.py --config configs/sweep_ratio.py --workdir runs/ratio [--jobs 2]
 
 The config file has, beside `get_config(arg)`, a `sweep()` that yields one dict of dotted overrides
-a point, such as {"model.pattern": "GA", "seed": 0}. Each point is a run of train.py in a folder
-named after its overrides: started again, a sweep goes on where it stopped, inside a run too. A
-failed run is reported and does not stop the others; the exit code is 1 if any failed.
+a point, such as {"model.pattern": "GA", "seed": 0}; `fastweights.sweeps.grid` makes them from axes.
+Each point is a run in a folder named after its overrides. With `data.on_device=true` points that
+differ in seed and learning rate alone train as one program.
+
+Started again, a sweep goes on where it stopped, inside a run too. A failed run is told, becomes a
+row of the table that says why, stops no other, and is tried again with --retry; the exit code is 1
+if any failed.
 """
 
 import argparse
@@ -15,107 +19,100 @@ import pathlib
 import subprocess
 import sys
 import time
-from typing import Any
 
-from fastweights import cli
-from fastweights import config as config_lib
-from fastweights.errors import UserError, check
+from fastweights import cli, sweeps
+from fastweights.errors import check
 from fastweights.training import run_folder
 
-TRAIN = pathlib.Path(__file__).resolve().parent.parent / "train.py"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--config", required=True, help="config file with sweep()")
     parser.add_argument("--workdir", required=True, type=pathlib.Path, help="folder of the runs")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at the same time")
+    parser.add_argument("--group", type=int, default=16, help="runs in one program at most")
+    parser.add_argument("--retry", action="store_true", help="try failed points again")
     parser.add_argument("--dry_run", action="store_true", help="list the points, run nothing")
     args, overrides = cli.parse(parser, argv)
     check(args.jobs >= 1, f"--jobs is {args.jobs}; use 1 or more.")
+    check(args.group >= 1, f"--group is {args.group}; use 1 (no groups) or more.")
 
-    points = read_points(args.config, overrides)
+    points = sweeps.read_points(args.config, overrides)
     print(f"{len(points)} runs in {args.workdir}", flush=True)
     if args.dry_run:
-        print("\n".join(points))
+        print("\n".join(point.name for point in points))
         return 0
+    for point in points:
+        if args.retry and sweeps.state(args.workdir, point) == "failed":
+            (args.workdir / point.name / "FAILED").unlink()
+    units = sweeps.plan(args.workdir, args.config, points, args.group)
+    waiting = {point.name for unit in units for point in unit.points}
+    for point in points:
+        if point.name not in waiting:
+            tell(args.workdir, point)
     started = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        tasks = [
-            pool.submit(run_point, args.config, args.workdir / name, fields)
-            for name, fields in points.items()
-        ]
+        tasks = [pool.submit(run_unit, args.config, args.workdir, unit) for unit in units]
         try:
-            failed = sum(not task.result() for task in tasks)
+            for task in tasks:
+                task.result()
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     seconds = time.perf_counter() - started
-    print(f"{len(points) - failed} of {len(points)} runs done in {seconds:.0f} s, {failed} failed")
+    done = sum(sweeps.state(args.workdir, point) == "done" for point in points)
+    failed = len(points) - done
+    print(f"{done} of {len(points)} runs done in {seconds:.0f} s, {failed} failed")
     return 1 if failed else 0
 
 
-def read_points(spec: str, overrides: list[str]) -> dict[str, list[str]]:
-    """Run name -> overrides of each point; all are checked before any runs.
-
-    Raises:
-      UserError: no sweep() in the file, two points of one name, or a point that is no valid config.
-    """
-    points: dict[str, list[str]] = {}
-    found = config_lib.call_config_file(spec, "sweep", pass_arg=False)
-    check(
-        isinstance(found, list | tuple) and all(isinstance(point, dict) for point in found),
-        f"{spec}: sweep() gives {found!r:.80}; it must yield one dict of overrides a run.",
-    )
-    for point in found:
-        name = run_name(point)
-        check(name not in points, f"{spec}: two points of sweep() are both '{name}'; drop one.")
-        fields = [*overrides, *(f"{path}={value}" for path, value in point.items())]
-        try:
-            config_lib.load(spec, fields)
-        except UserError as error:
-            raise UserError(f"{spec}: sweep point '{name}': {error}") from error
-        points[name] = fields
-    check(bool(points), f"{spec}: sweep() yields no point; yield one dict of overrides a run.")
-    return points
+def tell(workdir: pathlib.Path, point: sweeps.Point) -> None:
+    """One line on a point that is not to be trained."""
+    if sweeps.state(workdir, point) == "done":
+        print(f"skipped (done)  {point.name}", flush=True)
+    else:
+        print(
+            f"FAILED before  {point.name}: {run_folder.failure(workdir / point.name)}", flush=True
+        )
 
 
-def run_name(point: dict[str, Any]) -> str:
-    """`pattern=GA,lr=0.003,seed=0`: the last part of each field."""
-    return ",".join(f"{path.split('.')[-1]}={value}" for path, value in point.items())
-
-
-def run_point(spec: str, workdir: pathlib.Path, fields: list[str]) -> bool:
-    """Trains one point, its output in `log.txt`; returns whether it is done."""
-    if run_folder.is_done(workdir) and is_this_run(workdir, config_lib.load(spec, fields)):
-        print(f"skipped (done)  {workdir.name}", flush=True)
-        return True
+def run_unit(spec: str, workdir: pathlib.Path, unit: sweeps.Unit) -> None:
+    """Trains one point or group in a process of its own, its output in `log.txt`."""
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
+        if len(unit.points) > 1:
+            sweeps.note_group(unit, spec)
+            command = [sys.executable, str(ROOT / "scripts/train_group.py"), str(unit.folder)]
+        else:
+            unit.folder.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, str(ROOT / "train.py"), "--config", spec]
+            command += ["--workdir", str(unit.folder)]
+            command += [f"--config.{field}" for field in unit.points[0].fields]
     except OSError as error:
-        print(f"FAILED  {workdir.name[:80]}: {error.strerror}", flush=True)
-        return False
-    command = [sys.executable, str(TRAIN), "--config", spec, "--workdir", str(workdir)]
-    command += [f"--config.{field}" for field in fields]
+        print(f"FAILED  {unit.name[:80]}: {error.strerror}", flush=True)
+        return
     started = time.perf_counter()
     # Points that differ in seed alone, and restarts, share their compiled programs.
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(workdir.parent / ".compiled")} | os.environ
-    with (workdir / "log.txt").open("a") as log:
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(workdir / ".compiled")} | os.environ
+    log_path = (
+        workdir / f"{unit.folder.name}.log" if len(unit.points) > 1 else (unit.folder / "log.txt")
+    )
+    with log_path.open("a") as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=cache).returncode
     seconds = time.perf_counter() - started
-    done = code == 0 and run_folder.is_done(workdir)
-    if done:
-        print(f"done {seconds:8.0f} s  {workdir.name}", flush=True)
-    else:
-        last = (workdir / "log.txt").read_text().strip().splitlines()[-1:]
-        print(f"FAILED (exit {code})  {workdir.name}: {' '.join(last)}", flush=True)
-    return done
-
-
-def is_this_run(workdir: pathlib.Path, wanted: config_lib.Config) -> bool:
-    """Whether the folder's run has this config, but for fields that leave its result alone."""
-    changed = config_lib.differences(run_folder.load_config(workdir), wanted)
-    return all(config_lib.is_safe(name) and name != "steps" for name in changed)
+    last = " ".join(log_path.read_text().strip().splitlines()[-1:])
+    for point in unit.points:
+        state = sweeps.state(workdir, point)
+        if state == "done":
+            print(f"done {seconds:8.0f} s  {point.name}", flush=True)
+            continue
+        if state == "open" and code > 0:
+            # Not of one that a signal ended: it can go on.
+            (workdir / point.name).mkdir(exist_ok=True)
+            run_folder.mark_failed(workdir / point.name, last)
+        cause = run_folder.failure(workdir / point.name) or last
+        print(f"FAILED (exit {code})  {point.name}: {cause}", flush=True)
 
 
 if __name__ == "__main__":

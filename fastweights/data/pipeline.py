@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 
 import grain
+import jax
 import numpy as np
 
 from fastweights import tasks
@@ -69,6 +70,8 @@ class DataConfig:
     Attributes:
       kind: "text" or the name of a task.
       length: tokens of a row.
+      on_device: make a task's training batches by the compiled program of `tasks.device_batch`.
+        Runs of a sweep that differ in seed and learning rate alone then train as one program.
       text: options for kind "text".
       mqar, parity, ...: options for the kinds of these names.
 
@@ -78,6 +81,7 @@ class DataConfig:
 
     kind: str = "mqar"
     length: int = 256
+    on_device: bool = False
     text: TextConfig = dataclasses.field(default_factory=TextConfig)
     mqar: tasks.MQARConfig = dataclasses.field(default_factory=tasks.MQARConfig)
     mqar_overwrite: tasks.OverwriteConfig = dataclasses.field(default_factory=tasks.OverwriteConfig)
@@ -115,6 +119,10 @@ class DataConfig:
             f"data.kind is {self.kind!r}; it must be one of {', '.join(kinds)}.",
         )
         check(self.length >= 1, f"data.length is {self.length}; it must be at least 1 token.")
+        check(
+            self.kind != TEXT or not self.on_device,
+            "data.on_device is true but text is read on the host; set it to false.",
+        )
         if self.kind != TEXT:
             tasks.check_fits(self.task, self.length)
 
@@ -183,10 +191,13 @@ def train_dataset(
         order = grain.MapDataset.range(len(corpus.rows["train"])).seed(seed).shuffle().repeat()
         return order.batch(rows).map(lambda indices: _read(corpus, "train", indices[mine]))
 
+    make_batch = tasks.train_batch
+    if config.on_device:
+        make_batch = jax.jit(tasks.device_batch, static_argnames=("config", "rows", "length"))
+
     def make(index: int) -> Batch:
-        batch = tasks.train_batch(
-            config.task, seed=seed, index=index, rows=rows, length=config.length
-        )
+        args = dict(seed=seed, index=index, rows=rows, length=config.length)
+        batch = jax.device_get(make_batch(config.task, **args))
         return {name: values[mine] for name, values in batch.items()}
 
     return grain.MapDataset.range(ENDLESS).map(make)

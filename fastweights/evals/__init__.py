@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +18,7 @@ from fastweights.files import write_atomic
 
 # Each has `evaluate(context, params) -> Result` and `check_fits(data)`, which raises `UserError`
 # for data that the eval has nothing to say of.
+STOPS_ON = "recall/mean"
 EVALS = {"recall": recall, "ppl": perplexity, "length": length}
 
 
@@ -29,18 +31,28 @@ class EvalConfig:
       during: names of the evals in training, such as "recall" or "recall,ppl".
       final: names of the evals after the last step.
       max_batches: limit of batches an eval reads of the held-out text; 0 for all.
+      stop_at: the recall at which an eval in training ends the run; 0 for never.
     """
 
     every: int = 0
     during: str = "recall"
     final: str = "recall"
     max_batches: int = 0
+    stop_at: float = 0.0
 
     def __post_init__(self):
         check(self.every >= 0, f"eval.every is {self.every}; use 0 (none) or more.")
         check(self.max_batches >= 0, f"eval.max_batches is {self.max_batches}; use 0 or more.")
-        split_names(self.during)
         split_names(self.final)
+        check(
+            self.stop_at == 0 or (self.every > 0 and "recall" in split_names(self.during)),
+            f"eval.stop_at is {self.stop_at} but the evals in training are '{self.during}' every "
+            f"{self.every} steps; have recall among them, or set stop_at=0.",
+        )
+
+    def stops(self, evaluated: Iterable[Mapping[str, Any]]) -> bool:
+        """Whether the metrics of one of these evals in training end the run."""
+        return self.stop_at > 0 and any(found[STOPS_ON] >= self.stop_at for found in evaluated)
 
 
 def split_names(names: str) -> list[str]:

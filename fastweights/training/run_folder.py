@@ -6,6 +6,7 @@ metrics.jsonl   one JSON object a line: training and eval metrics by step
 checkpoints/    orbax, one folder a step
 evals/          one JSON file an eval and step
 DONE            written last, when all steps are trained and the final evals are on disk
+FAILED          why the run ended before that; removed when it goes on
 """
 
 import fcntl
@@ -13,6 +14,7 @@ import importlib.metadata
 import json
 import pathlib
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -92,6 +94,7 @@ def open_run(workdir: pathlib.Path, config: config_lib.Config, step: int) -> Non
     try:
         _note_start(workdir / "run.json")
         write_atomic(workdir / "config.json", config_lib.to_json(config))
+        (workdir / "FAILED").unlink(missing_ok=True)
         if step < config.steps:
             # A finished run that goes on (with more steps) is not finished any more.
             (workdir / "DONE").unlink(missing_ok=True)
@@ -130,6 +133,23 @@ def is_done(workdir: pathlib.Path) -> bool:
 
 def mark_done(workdir: pathlib.Path, step: int) -> None:
     write_atomic(workdir / "DONE", f"{step}\n")
+
+
+def failure(workdir: pathlib.Path) -> str:
+    """Why the run ended early, in one line; "" where it did not."""
+    path = workdir / "FAILED"
+    return " ".join(path.read_text().split()) if path.is_file() else ""
+
+
+def mark_failed(workdir: pathlib.Path, cause: str) -> None:
+    write_atomic(workdir / "FAILED", f"{cause}\n")
+
+
+def clear_results(workdir: pathlib.Path) -> None:
+    """Removes what an earlier run left that is to be trained anew from the first step."""
+    (workdir / "DONE").unlink(missing_ok=True)
+    for name in ("evals", "checkpoints"):
+        shutil.rmtree(workdir / name, ignore_errors=True)
 
 
 def _note_start(path: pathlib.Path) -> None:

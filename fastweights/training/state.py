@@ -35,7 +35,7 @@ def make_blueprint(
     graphdef, abstract_params, logical_axes = abstract_model(config)
     param_shardings = sharding.param_shardings(logical_axes, abstract_params, mesh)
     replicated = sharding.replicated(mesh)
-    abstract = jax.eval_shape(lambda params: _fresh(params, tx), abstract_params)
+    abstract = jax.eval_shape(lambda params: fresh_state(params, tx), abstract_params)
     shardings = {
         "params": param_shardings,
         "opt": _opt_shardings(abstract["opt"], abstract_params, param_shardings, replicated),
@@ -56,7 +56,7 @@ def init_state(
     """A fresh state, made in place on its devices; the values do not depend on the mesh."""
 
     def init(key: jax.Array) -> State:
-        return _fresh(init_params(config, key), tx)
+        return fresh_state(init_params(config, key), tx)
 
     # It runs once, so compile time is most of its cost: twice as fast without LLVM's optimisation.
     quick = {"xla_backend_optimization_level": 0}
@@ -90,7 +90,8 @@ def _opt_shardings(opt: Any, params: Any, param_shardings: Any, replicated: Any)
     return jax.tree_util.tree_map_with_path(place, opt)
 
 
-def _fresh(params: Any, tx: optax.GradientTransformation) -> State:
+def fresh_state(params: Any, tx: optax.GradientTransformation) -> State:
+    """The state before the first step."""
     return {
         "params": params,
         "opt": tx.init(params),

@@ -9,8 +9,12 @@ import pytest
 import collect
 import plot
 import sweep
+import train_group
+from fastweights import config as config_lib
+from fastweights import sweeps
 from fastweights.errors import UserError
-from runs import ROOT, run
+from fastweights.training import run_folder
+from runs import ROOT, kill_at_step, run, start
 
 CONFIG = f"""
 from fastweights.config import load_dict
@@ -66,7 +70,7 @@ def test_collect_gives_a_line_a_slice_and_one_for_an_unfinished_run(swept, capsy
         (pattern, name) for pattern in "AL" for name in ("T8_K2", "T16_K3")
     }
     (failed,) = [row for row in rows if row["status"] != "done"]
-    assert failed["status"].startswith("unfinished at step ")
+    assert failed["status"].startswith("failed: ") and "not finite" in failed["status"]
     assert failed["recall"] == ""
     share = {row["pattern"]: float(row["attention_share"]) for row in rows}
     assert share == {"A": 1.0, "L": 0.0}
@@ -98,6 +102,110 @@ def test_plot_draws_each_pattern_once(swept, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert sorted(line.split()[0] for line in lines) == ["A", "L"]
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+GROUPED = (
+    CONFIG.replace(
+        "config.steps = 4",
+        "config.steps, config.data.on_device = 8, True\n"
+        "    config.data.mqar.train = ((16, 3, 1.0),)",
+    ).split("def sweep")[0]
+    + """
+def sweep():
+    return grid({"model.pattern": ["A"], "optim.lr": [0.001, 0.003], "seed": [0, 1]})
+"""
+)
+GROUPED = "from fastweights.sweeps import grid\n" + GROUPED
+
+
+def table(folder):
+    """Collect's rows without the seconds, which no two runs share."""
+    return [
+        {k: v for k, v in row.items() if k != "seconds"}
+        for row in collect.collect(folder, "recall")
+    ]
+
+
+def test_a_killed_sweep_of_a_group_ends_with_the_table_of_an_undisturbed_one(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(GROUPED)
+    points = sweeps.read_points(str(config), [])
+    (whole,) = sweeps.plan(tmp_path / "whole", str(config), points[:3], most=16)
+    sweeps.note_group(whole, str(config))
+    train_group.main([str(whole.folder)])
+
+    runs_folder = tmp_path / "runs"
+    # Begun by a sweep that had a point less: the group stays one of three.
+    (begun,) = sweeps.plan(runs_folder, str(config), points[:3], most=16)
+    sweeps.note_group(begun, str(config))
+    process = start("scripts/train_group.py", begun.folder)
+    kill_at_step(process, runs_folder / points[0].name, 5)
+    assert not any((runs_folder / point.name / "DONE").is_file() for point in points)
+    sizes = [len(u.points) for u in sweeps.plan(runs_folder, str(config), points, most=16)]
+    assert sizes == [3, 1]
+    train_group.main([str(begun.folder)])
+    assert not begun.folder.exists()
+    done = [sweeps.state(runs_folder, point) for point in points]
+    assert done == ["done", "done", "done", "open"]
+    assert len(table(runs_folder)) == 6
+    assert table(runs_folder) == table(tmp_path / "whole")
+    # The seeds and rates made different runs of them.
+    assert len({row["nll"] for row in table(runs_folder)}) == 6
+
+
+def test_points_alike_but_for_seed_and_rate_are_one_program_unless_that_is_too_large(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(GROUPED.replace('["A"]', '["A", "L"]'))
+
+    def sizes(most, *fields):
+        points = sweeps.read_points(str(config), list(fields))
+        return [len(unit.points) for unit in sweeps.plan(tmp_path, str(config), points, most)]
+
+    assert sizes(16) == [4, 4]
+    assert sizes(3) == [3, 1, 3, 1]
+    assert sizes(1) == sizes(16, "data.on_device=false") == [1] * 8
+
+
+def test_failed_points_are_tried_again_only_when_asked(tmp_path):
+    config = tmp_path / "config.py"
+    config.write_text(GROUPED)
+    points = sweeps.read_points(str(config), [])
+    folder = tmp_path / points[1].name
+    folder.mkdir()
+    (folder / "config.json").write_text(config_lib.to_json(points[1].config))
+    run_folder.mark_failed(folder, "out of\nmemory")
+    assert sweeps.state(tmp_path, points[1]) == "failed"
+    (unit,) = sweeps.plan(tmp_path, str(config), points, most=16)
+    assert [point.name for point in unit.points] == [points[i].name for i in (0, 2, 3)]
+    (row,) = table(tmp_path)
+    assert row["status"] == "failed: out of memory" and row["seed"] == 1
+    # Another config in the same folder is another run.
+    changed = sweeps.read_points(str(config), ["steps=9"])
+    assert sweeps.state(tmp_path, changed[1]) == "open"
+
+
+def test_a_grid_has_every_combination():
+    axes = {"model.pattern,model.num_layers": [("GA", 4), ("G", 2)], "seed": sweeps.SEEDS}
+    points = sweeps.grid(axes)
+    assert len(points) == 6
+    assert points[0] == {"model.pattern": "GA", "model.num_layers": 4, "seed": 0}
+    assert points[-1] == {"model.pattern": "G", "model.num_layers": 2, "seed": 2}
+    assert sweeps.learning_rates(3e-2) == (9.5e-4, 3e-3, 9.5e-3, 3e-2)
+
+
+@pytest.mark.parametrize(
+    ("axes", "told"),
+    [
+        ({}, "no axes"),
+        ({"seed": []}, "axis 'seed' has no values"),
+        ({"seed": "012"}, "axis 'seed' has no values"),
+        ({"seed": [0], "optim.lr,seed": [(1e-3, 1)]}, "two axes name the field seed"),
+        ({"optim.lr,seed": [(1e-3,)]}, r"value \(0.001,\); it names 2 fields"),
+    ],
+)
+def test_bad_axes_are_named(axes, told):
+    with pytest.raises(UserError, match=told):
+        sweeps.grid(axes)
 
 
 def row(pattern, lr, seed, recall):

@@ -1,0 +1,192 @@
+"""Sweeps: points from axes, their names, and which of them train as one program.
+
+A sweep config has a `sweep()` beside `get_config`, which gives one dict of dotted overrides a
+point; `grid` makes them from axes.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastweights import config as config_lib
+from fastweights.errors import UserError, check
+from fastweights.files import read_json, write_atomic
+from fastweights.training import group, run_folder
+
+SEEDS = (0, 1, 2)
+GROUPS = ".groups"
+
+
+def learning_rates(top: float, count: int = 4) -> tuple[float, ...]:
+    """`count` rates from `top` down, half a decade apart, of two digits."""
+    check(
+        top > 0 and count >= 1,
+        f"learning_rates({top}, {count}) has no rates; give a positive rate and at least 1.",
+    )
+    return tuple(float(f"{top * 10 ** (-i / 2):.1e}") for i in range(count))[::-1]
+
+
+def grid(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """One point for each combination of the axes' values, the first axis slowest.
+
+    An axis names a config field, or several, separated by commas, that change together; its values
+    are then tuples: {"model.pattern,model.num_layers": [("GA", 4), ("GGGA", 4)], "seed": SEEDS}.
+
+    Raises:
+      UserError: an axis without values, two axes for one field, or a value of the wrong length.
+    """
+    check(bool(axes), "grid() got no axes; give at least one field with its values.")
+    choices, names = [], []
+    for axis, values in axes.items():
+        fields = [field.strip() for field in axis.split(",")]
+        check(
+            not isinstance(values, str) and len(values) > 0,
+            f"axis '{axis}' has no values; give a list of at least one.",
+        )
+        found = [value if len(fields) > 1 else (value,) for value in values]
+        for value in found:
+            check(
+                isinstance(value, tuple | list) and len(value) == len(fields),
+                f"axis '{axis}' has the value {value!r}; it names {len(fields)} fields, so give a "
+                f"tuple of {len(fields)}.",
+            )
+        choices.append([dict(zip(fields, value, strict=True)) for value in found])
+        names += fields
+    twice = sorted({name for name in names if names.count(name) > 1})
+    check(not twice, f"two axes name the field {', '.join(twice)}; name each in one axis.")
+    return [
+        {field: value for part in parts for field, value in part.items()}
+        for parts in itertools.product(*choices)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One run of a sweep: its folder's name, its overrides, and the config that they give."""
+
+    name: str
+    fields: tuple[str, ...]
+    config: config_lib.Config
+
+
+def read_points(spec: str, overrides: Sequence[str]) -> list[Point]:
+    """The points of a sweep config; all are checked before any runs.
+
+    Raises:
+      UserError: no sweep() in the file, two points of one name, or a point that is no valid config.
+    """
+    points: dict[str, Point] = {}
+    found = config_lib.call_config_file(spec, "sweep", pass_arg=False)
+    check(
+        isinstance(found, list | tuple) and all(isinstance(point, dict) for point in found),
+        f"{spec}: sweep() gives {found!r:.80}; it must yield one dict of overrides a run.",
+    )
+    for point in found:
+        name = run_name(point)
+        check(name not in points, f"{spec}: two points of sweep() are both '{name}'; drop one.")
+        fields = (*overrides, *(f"{path}={value}" for path, value in point.items()))
+        try:
+            points[name] = Point(name, fields, config_lib.load(spec, fields))
+        except UserError as error:
+            raise UserError(f"{spec}: sweep point '{name}': {error}") from error
+    check(bool(points), f"{spec}: sweep() yields no point; yield one dict of overrides a run.")
+    return list(points.values())
+
+
+def run_name(point: Mapping[str, Any]) -> str:
+    """`pattern=GA,lr=0.003,seed=0`: the last part of each field."""
+    return ",".join(f"{path.split('.')[-1]}={value}" for path, value in point.items())
+
+
+def state(workdir: pathlib.Path, point: Point) -> str:
+    """ "done", "failed" or "open": how far the point has come with this config."""
+    folder = workdir / point.name
+    if not (folder / "config.json").is_file():
+        return "failed" if run_folder.failure(folder) else "open"
+    changed = config_lib.differences(run_folder.load_config(folder), point.config)
+    if not all(config_lib.is_safe(name) and name != "steps" for name in changed):
+        return "open"
+    if run_folder.is_done(folder):
+        return "done"
+    return "failed" if run_folder.failure(folder) else "open"
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What one process trains: a point, or several as one program in a folder of the group."""
+
+    points: tuple[Point, ...]
+    folder: pathlib.Path
+
+    @property
+    def name(self) -> str:
+        if len(self.points) == 1:
+            return self.points[0].name
+        return f"{self.points[0].name} and {len(self.points) - 1} more"
+
+
+def plan(workdir: pathlib.Path, spec: str, points: Sequence[Point], most: int) -> list[Unit]:
+    """What is left to train: groups that were begun, then new groups and single runs.
+
+    A group's state is of its members and of no others, so one that was begun stays as it is, also
+    when the sweep has got more points since.
+
+    Args:
+      workdir: folder of the runs.
+      spec: the sweep config, for processes that train a group.
+      points: those to train; none of them done or failed, unless a group that was begun has it.
+      most: members of a group at most.
+    """
+    by_name = {point.name: point for point in points}
+    units = []
+    for path in sorted((workdir / GROUPS).glob("*/group.json")):
+        noted = read_json(path)["points"]
+        same = [by_name.get(name) for name, fields in noted.items()]
+        if all(
+            point is not None and list(point.fields) == fields
+            for point, fields in zip(same, noted.values(), strict=True)
+        ):
+            unit = Unit(tuple(by_name.pop(name) for name in noted), path.parent)
+            if any(state(workdir, point) == "open" for point in unit.points):
+                units.append(unit)
+    rest = [point for point in by_name.values() if state(workdir, point) == "open"]
+    alike: dict[str, list[Point]] = {}
+    for point in rest:
+        common = group.shared(point.config) if most > 1 else None
+        key = point.name if common is None else config_lib.to_json(common)
+        alike.setdefault(key, []).append(point)
+    for members in alike.values():
+        for part in itertools.batched(members, most):
+            units.append(_unit(workdir, spec, part))
+    return units
+
+
+def _unit(workdir: pathlib.Path, spec: str, points: tuple[Point, ...]) -> Unit:
+    if len(points) == 1:
+        return Unit(points, workdir / points[0].name)
+    noted = {point.name: list(point.fields) for point in points}
+    text = config_lib.json_text({"config": spec, "points": noted})
+    folder = workdir / GROUPS / hashlib.sha256(text.encode()).hexdigest()[:12]
+    return Unit(points, folder)
+
+
+def note_group(unit: Unit, spec: str) -> None:
+    """Writes what a process needs to train a group; it marks the group as begun."""
+    unit.folder.mkdir(parents=True, exist_ok=True)
+    noted = {point.name: list(point.fields) for point in unit.points}
+    write_atomic(
+        unit.folder / "group.json", config_lib.json_text({"config": spec, "points": noted})
+    )
+
+
+def read_group(folder: pathlib.Path) -> dict[pathlib.Path, config_lib.Config]:
+    """Run folder -> config of a group's members."""
+    noted = read_json(folder / "group.json")
+    runs = folder.parent.parent
+    return {
+        runs / name: config_lib.load(noted["config"], fields)
+        for name, fields in noted["points"].items()
+    }
