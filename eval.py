@@ -20,9 +20,6 @@ from fastweights.training import optim, run_folder
 from fastweights.training.checkpoint import Checkpoints
 from fastweights.training.state import make_blueprint
 
-# How a model is computed, not what it computes.
-FREE = ("model.remat", ".implementation", ".chunk_size")
-
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -36,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     changed = config_lib.differences(stored, config)
     for name, (old, new) in changed.items():
         check(
-            not name.startswith("model.") or name.endswith(FREE),
+            not name.startswith("model.") or name.endswith(config_lib.FREE),
             f"--config.{name}={new} would change the model (it is {old!r}); leave it as it is.",
         )
     names = config.eval.final if args.evals is None else args.evals
@@ -49,13 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
     checkpoints = Checkpoints(args.workdir, config.checkpoint, read_only=True)
     with jax.set_mesh(mesh), checkpoints:
-        saved = checkpoints.steps()
-        check(bool(saved), f"'{args.workdir}' has no checkpoint yet; train it first.")
-        step = saved[-1] if args.step is None else args.step
-        check(
-            step in saved,
-            f"'{args.workdir}' has no checkpoint of step {step}; it has {saved}.",
-        )
+        step = checkpoints.choose(args.step)
         params = checkpoints.restore_params(step, blueprint.abstract)
         results = evals.run(names, evals.Context(config, blueprint.graphdef, mesh), params)
     if not changed:

@@ -1,9 +1,11 @@
 """Trains one run from a config, or goes on with it.
 
     python train.py --config configs/mqar.py --workdir runs/mqar [--config.a.b=value] [--dry_run]
+    python train.py --workdir runs/imported [--config.a.b=value]
 
 The same command on the same workdir resumes from the last whole checkpoint, bit for bit; on a
-finished run it only evaluates. SIGTERM saves and exits with 0.
+finished run it only evaluates. Without --config it is the workdir's own config that counts, such as
+an imported model's. SIGTERM saves and exits with 0.
 """
 
 import argparse
@@ -22,13 +24,13 @@ from fastweights.errors import UserError
 from fastweights.training import banner, metrics, optim, run_folder
 from fastweights.training.checkpoint import Checkpoints
 from fastweights.training.processes import initialize, stop_on_sigterm
-from fastweights.training.state import init_state, make_blueprint
+from fastweights.training.state import init_state, make_blueprint, start_from
 from fastweights.training.step import compile_step, place_batch
 
 
 def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, config_lib.Config]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--config", required=True, help="config file, path.py or path.py:arg")
+    parser.add_argument("--config", help="path.py or path.py:arg (default: the workdir's own)")
     parser.add_argument("--workdir", required=True, type=pathlib.Path, help="the run's folder")
     parser.add_argument("--dry_run", action="store_true", help="print the plan, train nothing")
     parser.add_argument("--multihost", action="store_true", help="this is one process of several")
@@ -37,6 +39,8 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, config_lib.C
     parser.add_argument("--process_id", type=int, help="(default: ask the cluster)")
     parser.add_argument("--init_timeout", type=int, default=300, help="seconds to find the others")
     args, overrides = cli.parse(parser, argv)
+    if args.config is None:
+        return args, config_lib.override(run_folder.load_config(args.workdir), overrides)
     return args, config_lib.load(args.config, overrides)
 
 
@@ -80,9 +84,14 @@ def main(argv: list[str] | None = None) -> int:
 
         # ---- Restore: the run's own last whole checkpoint, else a fresh state -------------------
         saved = checkpoints.steps()
-        if saved:
+        if saved and saved[-1] > 0:
             step = saved[-1]
             state, position = checkpoints.restore(step, blueprint.abstract)
+        elif saved:
+            # An imported model: parameters alone, and no step taken yet.
+            step, position = 0, 0
+            params = checkpoints.restore_params(step, blueprint.abstract)
+            state = start_from(params, tx, blueprint)
         else:
             step, position = 0, 0
             state = init_state(config.model, tx, blueprint, config.seed)

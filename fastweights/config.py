@@ -39,6 +39,7 @@ class Config:
       accum_steps: microbatches a step; gradients are weighted by their number of target tokens.
       loss_chunk: tokens of a row whose logits exist at one time; 0 means the whole row.
       z_loss: weight of the mean squared log-partition, 0 for none.
+      balance_loss: weight of how unevenly experts are used (`MixtureOfExperts`), 0 for none.
     """
 
     seed: int = 0
@@ -47,6 +48,7 @@ class Config:
     accum_steps: int = 1
     loss_chunk: int = 0
     z_loss: float = 0.0
+    balance_loss: float = 0.0
     model: ModelConfig = dataclasses.field(
         default_factory=lambda: ModelConfig(
             vocab_size=257, d_model=256, num_layers=4, pattern="GGGA"
@@ -69,8 +71,13 @@ class Config:
             f"batch_size {self.batch_size} is not divisible by accum_steps {self.accum_steps}; "
             "change either of them.",
         )
+        for name in ("z_loss", "balance_loss"):
+            value = getattr(self, name)
+            check(0 <= value < math.inf, f"{name} is {value}; use 0 (none) or a weight above.")
         check(
-            0 <= self.z_loss < math.inf, f"z_loss is {self.z_loss}; use 0 (none) or a weight above."
+            self.balance_loss == 0 or self.model.mlp == "moe",
+            f"balance_loss is {self.balance_loss} but model.mlp is '{self.model.mlp}', which has "
+            "no experts to balance; set it to 0.",
         )
         check(self.steps < 2**31, f"steps is {self.steps}; it must be less than 2**31.")
         evals.check_fits(self.eval.final, self.data)
@@ -89,6 +96,8 @@ class Config:
 # A resumed run may differ from its stored config in these fields and no others: they change
 # neither the parameters' meaning nor the order of the data.
 SAFE = ("steps", "mesh.", "checkpoint.", "log.", "eval.")
+# Ends of fields that say how a model is computed, not what it computes.
+FREE = ("model.remat", ".implementation", ".chunk_size")
 
 
 def defaults() -> ConfigDict:

@@ -7,7 +7,8 @@ Shapes: D model width, H query heads, G value heads, K key dim (features, where 
 them), V value dim, W convolution taps.
 
 What one token costs in the forward pass (a multiply and an add are 2):
-  matrix products     2 a parameter, the head included and the embedding lookup not
+  matrix products     2 a parameter, the head included and the embedding lookup not; of experts
+                      those that the token goes through
   softmax attention   4 H K a key seen; causal, so the mean over a document of length T, and at most
                       the window
   linear attention    4 G K V: one write and one read of the state; the same for Mamba-2
@@ -94,7 +95,7 @@ def _mixer(config: ModelConfig, letter: str) -> _Mixer:
     matrix = D * (qkv + width * (2 if c.output_gate else 1))
     other = c.conv_size * qkv
     if letter in "AW":
-        other += 2 * c.head_dim if c.qk_norm else 0
+        other += sum(c.qk_norm_dims.values())
     else:
         other += width if letter == "N" else c.value_dim
     if letter in "DGK":
@@ -114,19 +115,33 @@ def _mixer(config: ModelConfig, letter: str) -> _Mixer:
     return _Mixer(matrix, other, qkv, c.conv_size)
 
 
+def _mlp(config: ModelConfig, layer: int, *, active: bool = False) -> int:
+    """Parameters of the MLP of a layer; `active`: only those that a token meets."""
+    kind = config.mlp_kind(layer)
+    if kind == "moe":
+        return config.moe.params(config.d_model, active=active)
+    return 3 * config.d_model * config.mlp_width if kind == "swiglu" else 0
+
+
+def active_params(config: ModelConfig) -> int:
+    """Parameters that one token meets: all but those of the experts it does not go through."""
+    idle = sum(_mlp(config, i) - _mlp(config, i, active=True) for i in range(config.num_layers))
+    return param_counts(config)["total"] - idle
+
+
 def param_counts(config: ModelConfig) -> dict[str, int]:
     """Parameters by part.
 
     Returns:
-      "embed", "mixer_<letter>" for each letter of the pattern (all its layers together), "mlp",
-      "norms" (those on the residual stream), "head" (0 when tied) and "total".
+      "embed", "mixer_<letter>" for each letter of the pattern (all its layers together), "mlp"
+      (experts included), "norms" (those on the residual stream), "head" (0 when tied) and "total".
     """
     D, letters = config.d_model, config.layout.letters
     counts = {"embed": config.vocab_size * D}
     for letter, layers in collections.Counter(letters).items():
         counts[f"mixer_{letter}"] = layers * _mixer(config, letter).params
-    counts["mlp"] = len(letters) * 3 * D * config.mlp_width
-    counts["norms"] = D * (len(letters) * (2 if config.mlp_width else 1) + 1)
+    counts["mlp"] = sum(_mlp(config, i) for i in range(len(letters)))
+    counts["norms"] = D * (len(letters) * (1 if config.mlp == "none" else 2) + 1)
     counts["head"] = 0 if config.tie_embeddings else config.vocab_size * D
     return counts | {"total": sum(counts.values())}
 
@@ -153,10 +168,8 @@ def forward_flops_per_token(config: ModelConfig, length: int) -> float:
     """Forward FLOPs a token, averaged over one document of `length` tokens."""
     check(length >= 1, f"FLOPs are asked for a length of {length} tokens; give at least 1.")
     letters = config.layout.letters
-    matrices = config.vocab_size * config.d_model + len(letters) * 3 * config.d_model * (
-        config.mlp_width
-    )
-    flops = 2.0 * matrices
+    mlps = sum(_mlp(config, i, active=True) for i in range(len(letters)))
+    flops = 2.0 * (config.vocab_size * config.d_model + mlps)
     for letter, layers in collections.Counter(letters).items():
         mixer = _mixer(config, letter)
         conv = 2 * mixer.conv_size * mixer.conv_channels

@@ -17,25 +17,25 @@ function.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
+from fastweights.blocks import Blocks, stack
 from fastweights.errors import check
 from fastweights.mixers import MIXERS, MixerConfigs
-from fastweights.mixers.layers import SwiGLU
+from fastweights.mixers.experts import ExpertsConfig
 from fastweights.mixers.norms import RMSNorm
 from fastweights.mixers.projections import check_sizes
 from fastweights.ops.segments import select_real
 from fastweights.pattern import Layout, expand
 from fastweights.sharding import constrain
 
-MLPS = ("swiglu", "none")
+MLPS = ("swiglu", "none", "moe")
+NORMS = ("centred", "plain")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Of the logits before training: wide enough to learn from at once, small beside ln V.
 INITIAL_LOGIT_STD = 0.5
@@ -63,10 +63,13 @@ class ModelConfig:
       d_model: width of the residual stream, D.
       num_layers: mixers in the stack.
       pattern: one letter a layer (`MIXERS`), tiled over depth.
-      mlp: "swiglu" after every mixer, or "none".
+      mlp: after every mixer "swiglu", "moe" (a mixture of experts) or "none".
       mlp_dim: hidden width of the MLP; 0 takes 8/3 D, rounded up to a multiple of 64.
+      moe: options of the mixture of experts.
       tie_embeddings: use the embedding as the head too.
+      norm: weights of the norms on the residual stream, "centred" (1 + w) or "plain" (w).
       norm_eps: epsilon of every RMSNorm.
+      post_norm: letters whose layers norm what mixer and MLP give, instead of what they take.
       dtype: of activations and matrix products.
       param_dtype: of parameters (float32 or wider for gates, whatever it says).
       remat: what to recompute in the backward pass: "none", "full", "dots" or "names".
@@ -82,8 +85,11 @@ class ModelConfig:
     pattern: str
     mlp: str = "swiglu"
     mlp_dim: int = 0
+    moe: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
     tie_embeddings: bool = True
+    norm: str = "centred"
     norm_eps: float = 1e-6
+    post_norm: str = ""
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
     remat: str = "none"
@@ -95,6 +101,7 @@ class ModelConfig:
         expand(self.pattern, self.num_layers)
         for name, choices in (
             ("mlp", MLPS),
+            ("norm", NORMS),
             ("dtype", DTYPES),
             ("param_dtype", DTYPES),
             ("remat", tuple(REMAT_POLICIES)),
@@ -107,94 +114,39 @@ class ModelConfig:
         check(
             self.norm_eps > 0, f"ModelConfig.norm_eps is {self.norm_eps}; give a positive number."
         )
+        for letter in self.post_norm:
+            check(
+                letter in MIXERS,
+                f"ModelConfig.post_norm is {self.post_norm!r}; give letters out of "
+                f"{', '.join(MIXERS)}.",
+            )
+        beyond = [i for i in self.moe.dense_layers if i >= self.num_layers]
+        check(
+            self.mlp != "moe" or not beyond,
+            f"ModelConfig.moe.dense_layers has {beyond} but the model has {self.num_layers} "
+            "layers, counted from 0; leave those out.",
+        )
 
     @property
     def layout(self) -> Layout:
-        """The pattern laid over the depth."""
-        return expand(self.pattern, self.num_layers)
+        """The pattern laid over the depth, in groups that are equal in their MLPs too."""
+        kinds = [self.mlp_kind(i) for i in range(self.num_layers)]
+        layout = expand(self.pattern, self.num_layers)
+        for period in range(len(self.pattern), self.num_layers, len(self.pattern)):
+            if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+                return expand(layout.letters[:period], self.num_layers)
+        return expand(layout.letters, self.num_layers) if layout.num_groups > 1 else layout
+
+    def mlp_kind(self, layer: int) -> str:
+        """The MLP of a layer, counted from 0: one of `MLPS`."""
+        return "swiglu" if self.mlp == "moe" and layer in self.moe.dense_layers else self.mlp
 
     @property
     def mlp_width(self) -> int:
-        """Hidden width of the MLP with the default filled in; 0 without an MLP."""
+        """Hidden width of a SwiGLU with the default filled in; 0 for models without MLPs."""
         if self.mlp == "none":
             return 0
         return self.mlp_dim or -(-8 * self.d_model // (3 * 64)) * 64
-
-
-class Block(nnx.Module):
-    """One layer: x + mixer(norm(x)), then x + mlp(norm(x)) if there is an MLP."""
-
-    def __init__(self, letter: str, config: ModelConfig, *, rngs: nnx.Rngs):
-        mixer_class, _ = MIXERS[letter]
-        kinds: dict[str, Any] = dict(
-            dtype=jnp.dtype(config.dtype),
-            param_dtype=jnp.dtype(config.param_dtype),
-            residual_scale=(2 * config.num_layers) ** -0.5,
-            rngs=rngs,
-        )
-        norm = functools.partial(
-            RMSNorm, config.d_model, eps=config.norm_eps, param_dtype=kinds["param_dtype"]
-        )
-        self.mixer_norm = norm()
-        self.mixer = mixer_class(
-            config.d_model, getattr(config.mixers, letter), norm_eps=config.norm_eps, **kinds
-        )
-        self.has_mlp = config.mlp_width > 0
-        if self.has_mlp:
-            self.mlp_norm = norm()
-            self.mlp = SwiGLU(config.d_model, config.mlp_width, **kinds)
-
-    def __call__(self, x_BTD, *, segment_ids_BT, positions_BT, cache):
-        y_BTD, cache = self.mixer(
-            self.mixer_norm(x_BTD),
-            segment_ids_BT=segment_ids_BT,
-            positions_BT=positions_BT,
-            cache=cache,
-        )
-        x_BTD = x_BTD + checkpoint_name(y_BTD, "mixer_out")
-        if self.has_mlp:
-            x_BTD = x_BTD + checkpoint_name(self.mlp(self.mlp_norm(x_BTD)), "mlp_out")
-        return constrain(x_BTD, "batch", None, None), cache
-
-
-class Blocks(nnx.Module):
-    """Consecutive layers `layer_0`, `layer_1`, ...; caches are a dict by the same names."""
-
-    def __init__(self, letters: str, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.names = tuple(f"layer_{i}" for i in range(len(letters)))
-        for name, letter in zip(self.names, letters, strict=True):
-            setattr(self, name, Block(letter, config, rngs=rngs))
-
-    def __call__(self, x_BTD, *, segment_ids_BT, positions_BT, cache):
-        next_cache = {}
-        for name in self.names:
-            x_BTD, next_cache[name] = getattr(self, name)(
-                x_BTD,
-                segment_ids_BT=segment_ids_BT,
-                positions_BT=positions_BT,
-                cache=None if cache is None else cache[name],
-            )
-        return x_BTD, None if cache is None else next_cache
-
-    def init_cache(self, batch: int, max_length: int, dtype) -> dict[str, Any]:
-        return {
-            name: getattr(self, name).mixer.init_cache(batch, max_length, dtype)
-            for name in self.names
-        }
-
-
-def stack(make: Callable[[nnx.Rngs], nnx.Module], copies: int, rngs: nnx.Rngs) -> Any:
-    """`copies` equal modules as one whose parameters have a leading axis of copies.
-
-    The result is a container and not to be called: split it, then merge one slice of its
-    parameters.
-    """
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-
-    def one(key):
-        return nnx.to_pure_dict(nnx.split(make(nnx.Rngs(key)))[1])
-
-    return nnx.merge(graphdef, jax.vmap(one)(jax.random.split(rngs.params(), copies)))
 
 
 class HybridLM(nnx.Module):
@@ -222,8 +174,14 @@ class HybridLM(nnx.Module):
                 lambda rngs: Blocks(layout.group, config, rngs=rngs), layout.num_groups, rngs
             )
         if layout.tail:
-            self.tail = Blocks(layout.tail, config, rngs=rngs)
-        self.final_norm = RMSNorm(config.d_model, eps=config.norm_eps, param_dtype=param_dtype)
+            first = layout.num_groups * len(layout.group)
+            self.tail = Blocks(layout.tail, config, rngs=rngs, first=first)
+        self.final_norm = RMSNorm(
+            config.d_model,
+            eps=config.norm_eps,
+            param_dtype=param_dtype,
+            centred=config.norm == "centred",
+        )
         if not config.tie_embeddings:
             self.head = nnx.Param(
                 normal(rngs.params(), shape[::-1], param_dtype), logical_axes=("embed", "vocab")
@@ -264,6 +222,23 @@ class HybridLM(nnx.Module):
         Returns:
           (h_BTD in the compute dtype, next cache; None without one).
         """
+        h_BTD, cache, _ = self.hidden_and_balance(
+            tokens_BT, segment_ids_BT=segment_ids_BT, positions_BT=positions_BT, cache=cache
+        )
+        return h_BTD, cache
+
+    def hidden_and_balance(
+        self,
+        tokens_BT: jax.Array,
+        *,
+        segment_ids_BT: jax.Array | None = None,
+        positions_BT: jax.Array | None = None,
+        cache: Any = None,
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        """As `hidden`, and the mean over layers of how unevenly experts are used (None without).
+
+        See `MixtureOfExperts` for that number.
+        """
         # Gathered over the model width first: a lookup in a table cut both ways would make the
         # compiler move whole activations instead.
         table_VD = constrain(self.embedding[...].astype(self.config.dtype), "vocab", None)
@@ -274,7 +249,7 @@ class HybridLM(nnx.Module):
             # Padding may hold any id: NaN there would meet zeros in the gradients of all kernels.
             x_BTD = select_real(x_BTD, segment_ids_BT != 0)
         x_BTD = constrain(x_BTD, "batch", None, None)
-        next_cache = {}
+        next_cache, balances = {}, []
         context = (segment_ids_BT, positions_BT)
         if self.config.layout.num_groups:
             graphdef, state = nnx.split(self.groups)
@@ -282,16 +257,21 @@ class HybridLM(nnx.Module):
 
             def step(x_BTD, params_cache):
                 params, cache = params_cache
-                return run(params, x_BTD, *context, cache)
+                x_BTD, cache, balance = run(params, x_BTD, *context, cache)
+                return x_BTD, (cache, balance)
 
             xs = (nnx.to_pure_dict(state), None if cache is None else cache["groups"])
-            x_BTD, next_cache["groups"] = jax.lax.scan(step, x_BTD, xs)
+            x_BTD, (next_cache["groups"], balance) = jax.lax.scan(step, x_BTD, xs)
+            balances.append(balance)
         if self.config.layout.tail:
             graphdef, state = nnx.split(self.tail)
-            x_BTD, next_cache["tail"] = self._checkpointed(graphdef, in_scan=False)(
+            x_BTD, next_cache["tail"], balance = self._checkpointed(graphdef, in_scan=False)(
                 nnx.to_pure_dict(state), x_BTD, *context, None if cache is None else cache["tail"]
             )
-        return self.final_norm(x_BTD), None if cache is None else next_cache
+            balances.append(balance)
+        balances = [jnp.ravel(balance) for balance in balances if balance is not None]
+        balance = jnp.mean(jnp.concatenate(balances)) if balances else None
+        return self.final_norm(x_BTD), None if cache is None else next_cache, balance
 
     def _checkpointed(self, graphdef, *, in_scan: bool = True) -> Callable:
         """`Blocks` as a pure function of its parameters, recomputed in the backward pass or not."""

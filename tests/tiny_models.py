@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from fastweights import mixers, model
+from fastweights.mixers.experts import ExpertsConfig
 
 VOCAB = 16
 
@@ -32,6 +33,9 @@ MIXERS = mixers.MixerConfigs(
     S=mixers.S4Config(d_state=4, chunk_size=16),
     M=mixers.MambaConfig(d_state=3, expand=2, conv_size=3, dt_rank=2, chunk_size=16),
 )
+
+# The second layer keeps its one MLP.
+EXPERTS = ExpertsConfig(num_experts=4, top_k=2, dim=8, shared_dim=12, dense_layers=(1,))
 
 
 def config(pattern="GA", num_layers=2, **overrides) -> model.ModelConfig:

@@ -2,8 +2,8 @@
 
 import json
 import os
+import pathlib
 import shutil
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from fastweights.data.corpus import (
 )
 from fastweights.data.source import Documents, split_documents
 from fastweights.data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from fastweights.errors import UserError, check
+from fastweights.errors import check
+from fastweights.files import new_folder
 
 
 def prepare_corpus(
@@ -51,21 +52,9 @@ def prepare_corpus(
       UserError: for bad arguments, bad input, or an `out` that exists or cannot be written.
     """
     check(length >= 1, f"The row length is {length}; it must be at least 1 token.")
-    out = os.path.abspath(out)
-    check(
-        not os.path.exists(out),
-        f"The output {out!r} exists already; name a new folder or remove it.",
-    )
-    encoder = load_tokenizer(tokenizer)
-    parts = dict(zip(SPLITS, split_documents(documents, held_out), strict=True))
-    try:
-        os.makedirs(os.path.dirname(out), exist_ok=True)
-        partial = tempfile.mkdtemp(prefix=f".{os.path.basename(out)}.", dir=os.path.dirname(out))
-    except OSError as error:
-        raise UserError(
-            f"The output {out!r} cannot be written ({error.strerror}); name another folder."
-        ) from error
-    try:
+    with new_folder(pathlib.Path(out)) as partial:
+        encoder = load_tokenizer(tokenizer)
+        parts = dict(zip(SPLITS, split_documents(documents, held_out), strict=True))
         meta = {
             "format": FORMAT,
             "version": VERSION,
@@ -77,31 +66,20 @@ def prepare_corpus(
             "splits": {},
         }
         if tokenizer != BYTES:
-            shutil.copyfile(tokenizer, os.path.join(partial, "tokenizer.json"))
+            shutil.copyfile(tokenizer, partial / "tokenizer.json")
         for name, part in parts.items():
-            file = f"{name}.array_record"
-            path = os.path.join(partial, file)
-            counts = _write_rows(path, part, encoder, length, meta["dtype"])
+            path = partial / f"{name}.array_record"
+            counts = _write_rows(str(path), part, encoder, length, meta["dtype"])
             meta["splits"][name] = {
-                "file": file,
-                "file_bytes": os.path.getsize(path),
+                "file": path.name,
+                "file_bytes": path.stat().st_size,
                 **vars(counts),
             }
-        with open(os.path.join(partial, META), "w", encoding="utf-8") as stream:
+        with (partial / META).open("w", encoding="utf-8") as stream:
             json.dump(meta, stream, indent=2)
             stream.flush()
             os.fsync(stream.fileno())
-        open_corpus(partial)  # A disk that filled up unnoticed shows here, before the move.
-        os.chmod(partial, 0o777 & ~_umask())  # mkdtemp's folders are for their owner alone.
-        os.rename(partial, out)
-    except (OSError, RuntimeError) as error:  # The record writer knows only RuntimeError.
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(
-            f"Writing {out!r} failed ({error}); free space or name another folder."
-        ) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        open_corpus(str(partial))  # A disk that filled up unnoticed shows here, before the move.
     return read_meta(out)
 
 
@@ -112,16 +90,13 @@ def _write_rows(
     # One record a group: a row is read without its neighbours.
     writer = ArrayRecordWriter(path, "group_size:1")
     try:
-        for row in pack_documents(documents(), tokenizer, length, counts):
-            writer.write(row.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
-            if not writer.ok():  # A full disk, say; closing the writer raises what it was.
-                break
-    finally:
-        writer.close()
+        try:
+            for row in pack_documents(documents(), tokenizer, length, counts):
+                writer.write(row.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
+                if not writer.ok():  # A full disk, say; closing the writer raises what it was.
+                    break
+        finally:
+            writer.close()
+    except RuntimeError as error:  # The record writer knows only this one.
+        raise OSError(str(error)) from error
     return counts
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

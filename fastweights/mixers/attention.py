@@ -37,7 +37,9 @@ class AttentionConfig:
       head_dim: width K of a query, a key and a value.
       rope_fraction: share of each head that rotary positions turn; 0 for no positions at all.
       rope_theta: base of the rotary wavelengths.
-      qk_norm: zero-centred RMSNorm of q and k per head, before the rotation.
+      qk_norm: RMSNorm of q and k, before the rotation.
+      qk_norm_over: "head" (zero-centred, per head) or "row" (plain weights, over all heads at once,
+        as in OLMo-Hybrid).
       output_gate: multiply each head's output by the sigmoid of a projection of x.
       logit_cap: bend logits smoothly to at most this size (`ops.softmax_attention`); 0 for none.
       conv_size: taps of a short convolution on q, k and v; 0 leaves it out.
@@ -49,6 +51,7 @@ class AttentionConfig:
     rope_fraction: float = 1.0
     rope_theta: float = 10_000.0
     qk_norm: bool = False
+    qk_norm_over: str = "head"
     output_gate: bool = False
     logit_cap: float = 0.0
     conv_size: int = 0
@@ -77,6 +80,10 @@ class AttentionConfig:
             f"{owner}.rope_theta is {self.rope_theta}; give a positive number.",
         )
         check(
+            self.qk_norm_over in ("head", "row"),
+            f"{owner}.qk_norm_over is {self.qk_norm_over!r}; choose 'head' or 'row'.",
+        )
+        check(
             0 <= self.logit_cap < math.inf,
             f"{owner}.logit_cap is {self.logit_cap}; give a positive number, or 0 for none.",
         )
@@ -91,6 +98,14 @@ class AttentionConfig:
         """Width of each projection, all heads together."""
         kv = self.kv_heads * self.head_dim
         return {"q": self.num_heads * self.head_dim, "k": kv, "v": kv}
+
+    @property
+    def qk_norm_dims(self) -> dict[str, int]:
+        """Weights of the norms of q and k; empty without them."""
+        if not self.qk_norm:
+            return {}
+        each = self.qk_norm_over == "head"
+        return {name: self.head_dim if each else self.qkv_dims[name] for name in "qk"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +167,10 @@ class Attention(nnx.Module):
         width = c.num_heads * c.head_dim
         self.qkv = QKVProjection(d_model, c.qkv_dims, c.conv_size, **kinds)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.head_dim, eps=norm_eps, param_dtype=param_dtype)
-            self.k_norm = RMSNorm(c.head_dim, eps=norm_eps, param_dtype=param_dtype)
+            centred = c.qk_norm_over == "head"
+            norm: dict[str, Any] = dict(eps=norm_eps, param_dtype=param_dtype, centred=centred)
+            self.q_norm = RMSNorm(c.qk_norm_dims["q"], **norm)
+            self.k_norm = RMSNorm(c.qk_norm_dims["k"], **norm)
         if c.output_gate:
             self.gate = Linear(d_model, width, logical_axes=("embed", "heads"), **kinds)
         self.out = Linear(
@@ -190,10 +207,12 @@ class Attention(nnx.Module):
         if T == 0:  # no last token to number the next one by
             return x_BTD.astype(self.qkv.dtype), cache
         qkv, conv = self.qkv(x_BTD, segment_ids_BT, None if cache is None else cache["conv"])
+        if c.qk_norm and c.qk_norm_over == "row":
+            qkv |= {"q": self.q_norm(qkv["q"]), "k": self.k_norm(qkv["k"])}
         q_BTHK = qkv["q"].reshape(B, T, c.num_heads, c.head_dim)
         k_BTJK = qkv["k"].reshape(B, T, c.kv_heads, c.head_dim)
         v_BTJK = qkv["v"].reshape(B, T, c.kv_heads, c.head_dim)
-        if c.qk_norm:
+        if c.qk_norm and c.qk_norm_over == "head":
             q_BTHK, k_BTJK = self.q_norm(q_BTHK), self.k_norm(k_BTJK)
 
         start_B = jnp.zeros((B,), jnp.int32) if cache is None else cache["position"]

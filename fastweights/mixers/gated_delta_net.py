@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fastweights import ops
+from fastweights.errors import check
 from fastweights.mixers.decay import initial_log_rate, initial_step_bias
 from fastweights.mixers.delta_net import WriteStrength
 from fastweights.mixers.layers import Linear
@@ -29,9 +30,19 @@ class GatedDeltaNetConfig(RecurrentConfig):
 
     Attributes:
       allow_neg_eigval: beta in (0, 2) instead of (0, 1); see `DeltaNetConfig`.
+      norm_eps: epsilon of the read-out's norm; 0 takes the model's.
     """
 
     allow_neg_eigval: bool = False
+    norm_eps: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(
+            self.norm_eps >= 0,
+            f"{type(self).__name__}.norm_eps is {self.norm_eps}; give a positive number, or 0 for "
+            "the model's.",
+        )
 
 
 class LogDecay(nnx.Module):
@@ -71,6 +82,7 @@ class GatedDeltaNet(RecurrentMixer):
 
     def __init__(self, d_model, config, *, dtype, param_dtype, norm_eps, rngs, residual_scale=1.0):
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        norm_eps = config.norm_eps or norm_eps
         super().__init__(d_model, config, norm_eps=norm_eps, residual_scale=residual_scale, **kinds)
         self.beta = WriteStrength(
             d_model, config.num_heads, double=config.allow_neg_eigval, **kinds

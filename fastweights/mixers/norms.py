@@ -22,16 +22,19 @@ class RMSNorm(nnx.Module):
     """Zero-centred RMSNorm over the last axis: `x / rms(x) * (1 + scale)`, `scale` starting at 0.
 
     Weight decay on `scale` then pulls towards the plain normalisation instead of towards silence.
-    Returns the dtype of `x`.
+    With `centred` false it is `x / rms(x) * scale`, `scale` from 1, as many published models have
+    it: their small weights would lose digits as `scale - 1`. Returns the dtype of `x`.
     """
 
-    def __init__(self, dim: int, *, eps: float, param_dtype):
-        self.eps = eps
-        self.scale = nnx.Param(jnp.zeros((dim,), param_dtype), logical_axes=(None,))
+    def __init__(self, dim: int, *, eps: float, param_dtype, centred: bool = True):
+        self.eps, self.centred = eps, centred
+        start = jnp.zeros if centred else jnp.ones
+        self.scale = nnx.Param(start((dim,), param_dtype), logical_axes=(None,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = _normalise(x, self.eps)
-        return (y * (1 + spread(self.scale[...].astype(y.dtype), y.shape))).astype(x.dtype)
+        scale = spread(self.scale[...].astype(y.dtype), y.shape)
+        return (y * (1 + scale if self.centred else scale)).astype(x.dtype)
 
 
 class GatedRMSNorm(nnx.Module):

@@ -129,33 +129,63 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(None, error) from error
 
+    def choose(self, step: int | None) -> int:
+        """`step`, or the last one with a whole checkpoint.
+
+        Raises:
+          UserError: there is none of that step, or none at all.
+        """
+        saved, run = self.steps(), self._directory.parent
+        check(bool(saved), f"'{run}' has no checkpoint yet; train it first.")
+        check(
+            step is None or step in saved,
+            f"'{run}' has no checkpoint of step {step}; it has {saved}.",
+        )
+        return saved[-1] if step is None else step
+
     def restore(self, step: int, abstract: State) -> tuple[State, int]:
         """The state of `step`, laid out as `abstract` says, and the index of its next batch.
 
         Raises:
           UserError: the checkpoint holds other parameters; each differing one is named.
         """
+        state = self._restore(step, abstract, partial=False)
+        try:
+            data = self._orbax.load_checkpointables(step, {"data": None})
+            return state, int(data["data"]["next_index"])
+        except Exception as error:
+            raise self._damaged(step, error) from error
+
+    def restore_params(self, step: int, abstract: State) -> Any:
+        """Only the parameters of `step`, without reading the rest; arguments and errors as above.
+
+        Step 0, which an import makes, holds nothing else.
+        """
+        return self._restore(step, {"params": abstract["params"]}, partial=True)["params"]
+
+    def _restore(self, step: int, abstract: State, *, partial: bool) -> State:
+        """The parts of the state that are in `abstract`; all of them unless `partial`."""
         try:
             stored = self._orbax.checkpointables_metadata(step).metadata["state"]
         except Exception as error:
             raise self._damaged(step, error) from error
         if not jax.tree.leaves(stored):
             raise self._damaged(step, ValueError("it holds no arrays"))
+        if partial:
+            stored = {name: part for name, part in stored.items() if name in abstract}
         differing = _tree_differences(stored, abstract)
         check(
             not differing,
             f"checkpoint {step} in '{self._directory}' is from another model: "
             f"{'; '.join(differing)}; use that model's config or another --workdir.",
         )
+        context = ocp.Context()
+        context.pytree.loading.partial_load = partial
         try:
-            restored = self._orbax.load_checkpointables(step, {"state": abstract, "data": None})
-            return restored["state"], int(restored["data"]["next_index"])
+            with context:
+                return self._orbax.load_checkpointables(step, {"state": abstract})["state"]
         except Exception as error:
             raise self._damaged(step, error) from error
-
-    def restore_params(self, step: int, abstract: State) -> Any:
-        """Only the parameters of `step`; arguments and errors as `restore`."""
-        return self.restore(step, abstract)[0]["params"]
 
     def _damaged(self, step: int, error: Exception) -> UserError:
         reason = str(error).strip().split("\n")[0][:200]

@@ -91,6 +91,7 @@ def make_program(config: config_lib.Config, size: int) -> Program:
             accum_steps=config.accum_steps,
             loss_chunk=config.loss_chunk,
             z_loss=config.z_loss,
+            balance_loss=config.balance_loss,
         )
 
         def body(carry: Any) -> Any:

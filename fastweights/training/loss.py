@@ -21,6 +21,7 @@ class Sums(NamedTuple):
     z: jax.Array  # squared log-partition
     correct: jax.Array  # argmax equal to the target
     count: jax.Array  # target tokens
+    balance: jax.Array  # how unevenly experts are used, once a target token
 
 
 class TokenLoss(NamedTuple):
@@ -32,9 +33,17 @@ class TokenLoss(NamedTuple):
 
 
 def training_loss(
-    model: HybridLM, batch: dict[str, Any], *, loss_chunk: int, z_loss: float, total: jax.Array
+    model: HybridLM,
+    batch: dict[str, Any],
+    *,
+    loss_chunk: int,
+    z_loss: float,
+    total: jax.Array,
+    balance_loss: float = 0.0,
 ) -> tuple[jax.Array, Sums]:
-    """(loss, sums) with loss = (sums.nll + z_loss * sums.z) / total; only it has a gradient.
+    """(loss, sums) with loss = (nll + z_loss * z + balance_loss * balance) / total of the sums.
+
+    Only the loss has a gradient.
 
     The gradient by the logits is made while they are there, so no logits are computed twice: the
     forward pass leaves the gradients of the hidden stream and of the head behind.
@@ -43,21 +52,29 @@ def training_loss(
       model, batch, loss_chunk: as in `token_loss`.
       z_loss: weight of the squared log-partition.
       total: float32 scalar.
+      balance_loss: weight of how unevenly experts are used; see `MixtureOfExperts`.
     """
-    h_BTD = _hidden(model, batch)
-    return _fused(h_BTD, model.head_DV, batch["targets"], total, loss_chunk, z_loss)
+    h_BTD, balance = _hidden(model, batch)
+    head_DZ, targets_BT = model.head_DV, batch["targets"]
+    fused: Any = _fused(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss)
+    loss, sums = fused
+    if balance is None:
+        return loss, sums
+    # Once a target token, so that microbatches weigh as their gradients do.
+    balance = balance * jax.lax.stop_gradient(sums.count)
+    return loss + balance_loss * balance / total, sums._replace(balance=balance)
 
 
 def token_loss(model: HybridLM, batch: dict[str, Any], *, loss_chunk: int) -> TokenLoss:
     """Loss and correctness of every position.
 
     Args:
-      model: gives `hidden` and `head_DV`.
+      model: gives `hidden_and_balance` and `head_DV`.
       batch: int32 [B, T] arrays `tokens`, `targets` (-1 without loss), `segment_ids`, `positions`.
       loss_chunk: tokens a piece (0: whole rows), so that the logits' peak is [B, C, Z] and not
         [B, T, Z].
     """
-    h_BTD, targets_BT = _hidden(model, batch), batch["targets"]
+    (h_BTD, _), targets_BT = _hidden(model, batch), batch["targets"]
     head_DZ = model.head_DV.astype(h_BTD.dtype)
 
     def one_piece(piece: tuple[jax.Array, jax.Array]) -> TokenLoss:
@@ -68,10 +85,11 @@ def token_loss(model: HybridLM, batch: dict[str, Any], *, loss_chunk: int) -> To
     return jax.tree.map(functools.partial(_joined, length=targets_BT.shape[1]), losses_NBC)
 
 
-def _hidden(model: HybridLM, batch: dict[str, Any]) -> jax.Array:
-    return model.hidden(
+def _hidden(model: HybridLM, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
+    h_BTD, _, balance = model.hidden_and_balance(
         batch["tokens"], segment_ids_BT=batch["segment_ids"], positions_BT=batch["positions"]
-    )[0]
+    )
+    return h_BTD, balance
 
 
 def _pieces(h_BTD, targets_BT, loss_chunk) -> tuple[jax.Array, jax.Array]:
@@ -134,6 +152,7 @@ def _summed(scores: TokenLoss, targets_BC: jax.Array) -> Sums:
         z=scores.z_BT.sum(),
         correct=scores.correct_BT.sum(dtype=jnp.float32),
         count=(targets_BC != IGNORE).sum(dtype=jnp.float32),
+        balance=jnp.zeros((), jnp.float32),
     )
 
 
@@ -165,7 +184,7 @@ def _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients):
         )
         return (sums, dhead_DZ), dh_BCD
 
-    zeros = Sums(*[jnp.zeros((), acc)] * 2, *[jnp.zeros((), jnp.float32)] * 2)
+    zeros = Sums(*[jnp.zeros((), acc)] * 2, *[jnp.zeros((), jnp.float32)] * 3)
     start = zeros, jnp.zeros(head_DZ.shape, acc) if gradients else None
     pieces = _pieces(h_BTD, targets_BT, loss_chunk)
     carry, dh_NBCD = jax.lax.scan(one_piece, start, pieces)

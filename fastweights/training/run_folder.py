@@ -51,7 +51,15 @@ def check_config(workdir: pathlib.Path, config: config_lib.Config) -> dict[str, 
         "another --workdir.",
     )
     changed = config_lib.differences(load_config(workdir), config)
-    refused = [name for name in changed if not config_lib.is_safe(name)]
+    if max(saved) == 0:
+        # An imported model that has not trained: only what it is can't be changed.
+        refused = [
+            name
+            for name in changed
+            if name.startswith("model.") and not name.endswith(config_lib.FREE)
+        ]
+    else:
+        refused = [name for name in changed if not config_lib.is_safe(name)]
     if refused:
         fields = "; ".join(
             f"{name}: stored {changed[name][0]!r}, asked {changed[name][1]!r}" for name in refused

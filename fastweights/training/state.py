@@ -13,6 +13,10 @@ from fastweights.training.optim import path_names
 
 State = dict[str, Any]
 
+# For what runs once, so that compile time is most of its cost: twice as fast without LLVM's
+# optimisation.
+QUICK = {"xla_backend_optimization_level": 0}
+
 
 class Blueprint(NamedTuple):
     """What a run needs to know of its state before any array exists.
@@ -58,11 +62,20 @@ def init_state(
     def init(key: jax.Array) -> State:
         return fresh_state(init_params(config, key), tx)
 
-    # It runs once, so compile time is most of its cost: twice as fast without LLVM's optimisation.
-    quick = {"xla_backend_optimization_level": 0}
-    return jax.jit(init, out_shardings=blueprint.shardings, compiler_options=quick)(
+    return jax.jit(init, out_shardings=blueprint.shardings, compiler_options=QUICK)(
         jax.random.key(seed)
     )
+
+
+def start_from(params: Any, tx: optax.GradientTransformation, blueprint: Blueprint) -> State:
+    """The state before the first step of a run that starts from given parameters (donated)."""
+    start = jax.jit(
+        lambda params: fresh_state(params, tx),
+        out_shardings=blueprint.shardings,
+        donate_argnums=0,
+        compiler_options=QUICK,
+    )
+    return start(params)
 
 
 def _opt_shardings(opt: Any, params: Any, param_shardings: Any, replicated: Any) -> Any:

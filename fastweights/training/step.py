@@ -32,6 +32,7 @@ def make_train_step(
     accum_steps: int,
     loss_chunk: int,
     z_loss: float,
+    balance_loss: float = 0.0,
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """Builds the step; the caller jits it with pinned shardings and a donated state.
 
@@ -41,13 +42,15 @@ def make_train_step(
     caller decides whether to go on.
 
     The metrics are float32 scalars `loss` (nats a target token), `accuracy`, `z` (mean squared
-    log-partition), `target_tokens`, `grad_norm`, plus `finite` (bool) and `bad_gradients`, one
-    bool a parameter in the order of `jax.tree.leaves(params)`.
+    log-partition), `target_tokens`, `grad_norm` and, where it is part of the loss, `balance`, plus
+    `finite` (bool) and `bad_gradients`, one bool a parameter in the order of
+    `jax.tree.leaves(params)`.
     """
 
     def scaled_loss(params: Any, batch: Batch, total: jax.Array) -> tuple[jax.Array, Sums]:
         model = bind(graphdef, params)
-        return training_loss(model, batch, loss_chunk=loss_chunk, z_loss=z_loss, total=total)
+        weights = dict(z_loss=z_loss, balance_loss=balance_loss)
+        return training_loss(model, batch, loss_chunk=loss_chunk, total=total, **weights)
 
     grad_fn = jax.value_and_grad(scaled_loss, has_aux=True)
 
@@ -78,6 +81,8 @@ def make_train_step(
             "finite": finite,
             "bad_gradients": bad_gradients,
         }
+        if balance_loss:
+            metrics["balance"] = sums.balance / total
         return new_state, metrics
 
     return train_step
@@ -99,7 +104,7 @@ def _accumulate(
 
     zeros = (
         jnp.zeros((), jnp.float32),
-        Sums(*[jnp.zeros((), jnp.float32)] * 4),
+        Sums(*[jnp.zeros((), jnp.float32)] * len(Sums._fields)),
         jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params),
     )
     (loss, sums, grads), _ = jax.lax.scan(body, zeros, jax.tree.map(split, batch))
@@ -122,6 +127,7 @@ def compile_step(
             accum_steps=config.accum_steps,
             loss_chunk=config.loss_chunk,
             z_loss=config.z_loss,
+            balance_loss=config.balance_loss,
         ),
         # Pinned on both sides, or the compiler may lay the new state out otherwise than the old.
         in_shardings=(blueprint.shardings, batch_sharding),

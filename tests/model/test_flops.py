@@ -1,6 +1,7 @@
 """Counts from the config alone, held to the arrays themselves."""
 
 import collections
+import dataclasses
 
 import jax
 import pytest
@@ -31,6 +32,13 @@ CONFIGS = [
         "D", 1, mixers=tiny_models.replace_mixer("D", feature_map="dpfp", dpfp_nu=2)
     ),
     tiny_models.config("A", 2, mixers=tiny_models.replace_mixer("A", qk_norm=False, conv_size=4)),
+    tiny_models.config(
+        "A", 2, norm="plain", mixers=tiny_models.replace_mixer("A", qk_norm_over="row")
+    ),
+    tiny_models.config("GA", 5, mlp="moe", moe=tiny_models.EXPERTS),
+    tiny_models.config(
+        "GL", 2, mlp="moe", moe=dataclasses.replace(tiny_models.EXPERTS, shared_dim=0)
+    ),
 ]
 
 
@@ -57,6 +65,17 @@ def test_parameters_are_those_of_the_tree(cfg):
     total = counts.pop("total")
     assert {part: n for part, n in counts.items() if n} == dict(expected)
     assert total == sum(leaf.size for leaf in jax.tree.leaves(shapes))
+
+
+def test_a_token_meets_some_of_the_experts():
+    """Three of four layers have experts: of each of their matrices two in four are idle."""
+    cfg = tiny_models.config("GA", 4, mlp="moe", moe=tiny_models.EXPERTS)
+    total = flops.param_counts(cfg)["total"]
+    assert total - flops.active_params(cfg) == 3 * 2 * 3 * 16 * 8
+    dense = tiny_models.config("GA", 4, mlp="none")
+    extra = flops.active_params(cfg) - flops.active_params(dense) - 4 * 16
+    got = flops.forward_flops_per_token(cfg, 8) - flops.forward_flops_per_token(dense, 8)
+    assert got == 2 * extra
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=range(len(CONFIGS)))

@@ -10,7 +10,7 @@ import pytest
 from fastweights.training.loss import IGNORE, token_loss, training_loss
 
 B, T, D, Z = 2, 10, 16, 33
-Z_LOSS = 0.01
+Z_LOSS, BALANCE_LOSS, BALANCE = 0.01, 0.1, 1.5
 
 
 def draw(dtype):
@@ -22,7 +22,9 @@ def draw(dtype):
 
 
 def model_of(h, head):
-    return types.SimpleNamespace(hidden=lambda *_, **__: (h, None), head_DV=head)
+    return types.SimpleNamespace(
+        hidden_and_balance=lambda *_, **__: (h, None, jnp.float32(BALANCE)), head_DV=head
+    )
 
 
 def batch_of(targets):
@@ -37,7 +39,9 @@ def by_definition(h, head, targets, total):
     nll = jnp.sum(jnp.where(wanted, partition - picked, 0.0))
     z = jnp.sum(jnp.where(wanted, partition**2, 0.0))
     correct = jnp.sum(wanted & (jnp.argmax(logits, axis=-1) == targets))
-    return (nll + Z_LOSS * z) / total, (nll, z, correct, jnp.sum(wanted))
+    uneven = BALANCE * jnp.sum(wanted)
+    loss = (nll + Z_LOSS * z + BALANCE_LOSS * uneven) / total
+    return loss, (nll, z, correct, jnp.sum(wanted), uneven)
 
 
 @pytest.mark.parametrize("loss_chunk", [0, 4, 10, 99])
@@ -51,7 +55,12 @@ def test_loss_and_gradients_are_those_of_the_definition(dtype, bound, loss_chunk
 
     def loss(h, head):
         return training_loss(
-            model_of(h, head), batch_of(targets), loss_chunk=loss_chunk, z_loss=Z_LOSS, total=total
+            model_of(h, head),
+            batch_of(targets),
+            loss_chunk=loss_chunk,
+            z_loss=Z_LOSS,
+            balance_loss=BALANCE_LOSS,
+            total=total,
         )
 
     def scaled(f):
