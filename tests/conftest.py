@@ -14,6 +14,9 @@ os.environ |= {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "JAX_COMPILATION_CACHE_MAX_SIZE": str(2**30),
+    # Most programs here run once on tiny arrays: compiling is what they cost, and LLVM's optimiser
+    # is a third of it.
+    "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0",
 }
 
 import jax  # noqa: E402 - it reads the environment when imported

@@ -14,7 +14,8 @@ from fastweights import model
 T = 10
 PACKED = np.array([1, 1, 1, 1, 7, 7, 7, 1, 1, 1], np.int32)
 PATTERNS = [(letter, 1) for letter in "AWLDGKNMS"]
-PATTERNS += [("GA", 2), ("AG", 2), ("GGGA", 4), ("LWD", 5), ("MMSA", 4)]
+# Two scanned groups and a tail, and what the letters make of each other's padding.
+PATTERNS += [("GA", 5), ("WMS", 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -23,8 +24,9 @@ def _float64():
         yield
 
 
-def build(pattern, num_layers):
-    cfg = tiny_models.config(pattern, num_layers, dtype="float64", param_dtype="float64")
+def build(pattern, num_layers, **options):
+    kinds = dict(dtype="float64", param_dtype="float64")
+    cfg = tiny_models.config(pattern, num_layers, **kinds, **options)
     graphdef, _, _ = model.abstract_model(cfg)
     params = tiny_models.noisy_params(cfg)
 
@@ -94,7 +96,7 @@ def test_split_equals_full_run(pattern, num_layers):
 
 def test_calls_without_segment_ids():
     """Whole tokens only, one or several at a time: every letter in one model."""
-    run, lm = build("AWLDGKNMS", 9)
+    run, lm = build("AWLDGKNMS", 9, mlp="none")
     tokens = np.asarray(tiny_models.tokens((2, T)))
     expected, no_cache = run(tokens, None, None)
     assert no_cache is None
@@ -110,7 +112,7 @@ def test_cache_is_fixed_in_size_and_type(letter):
     """A cache goes back in as it came out; only full attention's grows with max_length."""
     run, lm = build(letter, 1)
     cache = lm.init_cache(2, T, jnp.bfloat16)
-    _, after = run(tiny_models.tokens((2, 4)), None, cache)
+    _, after = jax.eval_shape(run, tiny_models.tokens((2, 4)), None, cache)
     kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (cache, after)]
     assert kinds[0] == kinds[1]
     longer = jax.tree.map(jnp.size, lm.init_cache(2, 2 * T))

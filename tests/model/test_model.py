@@ -1,5 +1,7 @@
 """The stack as a whole: starts, scan against loop, packed rows, precision, remat, config."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,15 +27,21 @@ def loss_fn(cfg):
     return loss
 
 
-def run(cfg, params, tokens, segment_ids=None):
+@functools.cache
+def compiled(cfg):
+    """Logits of a config's models; equal shapes compile once for all tests here."""
     graphdef, _, _ = model.abstract_model(cfg)
-    apply = tiny_models.quick_jit(lambda p, t, s: model.bind(graphdef, p)(t, segment_ids_BT=s)[0])
-    return np.asarray(apply(params, tokens, segment_ids))
+    return tiny_models.quick_jit(lambda p, t, s: model.bind(graphdef, p)(t, segment_ids_BT=s)[0])
 
 
-def test_fresh_parameters():
-    """One init of every letter: tree, loss, distributions, and a gradient for all of it."""
-    cfg = tiny_models.config("AWLDGKNMS", 9, tie_embeddings=False)
+def run(cfg, params, tokens, segment_ids=None):
+    return np.asarray(compiled(cfg)(params, tokens, segment_ids))
+
+
+@pytest.mark.parametrize(("pattern", "mlp"), [("AWLDGKNMS", "none"), ("A", "swiglu")])
+def test_fresh_parameters(pattern, mlp):
+    """One init of every letter, and of the MLP: tree, loss, and a gradient for all of it."""
+    cfg = tiny_models.config(pattern, len(pattern), mlp=mlp, tie_embeddings=False)
     _, shapes, axes = model.abstract_model(cfg)
     params = tiny_models.init(cfg)
     kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in (params, shapes)]
@@ -66,11 +74,10 @@ def test_initial_scales():
     assert np.std(params["embedding"]) == pytest.approx(0.5 * 64**-0.5, rel=0.1)
 
 
-@pytest.mark.parametrize("mlp", ["swiglu", "none"])
-def test_scan_and_tail_equal_a_plain_loop(mlp):
+def test_scan_and_tail_equal_a_plain_loop():
     """Two scanned groups and a tail against five unrolled layers with the same parameters."""
-    scanned = tiny_models.config("LG", 5, mlp=mlp)
-    loop = tiny_models.config("LGLGLG", 5, mlp=mlp)
+    scanned = tiny_models.config("LG", 5)
+    loop = tiny_models.config("LGLGLG", 5)
     assert not loop.layout.num_groups and scanned.layout.num_groups == 2
     params = tiny_models.noisy_params(scanned)
     layers = {"layer_4": params["tail"]["layer_0"]}
@@ -112,7 +119,9 @@ def test_no_token_sees_a_later_one():
     cfg = tiny_models.config(*ALL)
     params, tokens = tiny_models.noisy_params(cfg), tiny_models.tokens((1, 12))
     changed = tokens.at[0, 7].set((tokens[0, 7] + 1) % tiny_models.VOCAB)
-    one, two = run(cfg, params, jnp.concatenate([tokens, changed]))
+    # Six rows with ids, as above, so that the program is the same.
+    rows = jnp.concatenate([tokens, changed] * 3)
+    one, two = run(cfg, params, rows, np.ones(rows.shape, np.int32))[:2]
     np.testing.assert_allclose(one[:7], two[:7], atol=1e-6)
     assert np.all(np.abs(one[7:] - two[7:]).max(axis=-1) > 1e-4)
 
@@ -133,7 +142,10 @@ def test_bfloat16_is_finite_and_close_to_float32():
 
 
 def test_remat_changes_memory_and_nothing_else():
-    """Bytes kept for the backward pass fall by policy; loss and gradients stay."""
+    """Bytes kept for the backward pass fall by policy; loss and gradients stay.
+
+    Gradients are compared where nothing is kept; training is with "dots" in `test_step`.
+    """
     tokens = tiny_models.tokens((2, 16))
     params = tiny_models.noisy_params(tiny_models.config("LA", 3))
     kept, results = {}, {}
@@ -143,14 +155,14 @@ def test_remat_changes_memory_and_nothing_else():
             lambda p, loss=loss: jax.vjp(lambda q: loss(q, tokens), p), params
         )
         kept[remat] = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pullback))
-        results[remat] = tiny_models.quick_jit(jax.value_and_grad(loss))(params, tokens)
+        if remat in ("full", "none"):
+            results[remat] = tiny_models.quick_jit(jax.value_and_grad(loss))(params, tokens)
     assert kept["full"] < kept["names"] < kept["none"]
     assert kept["full"] < kept["dots"] < kept["none"]
-    for remat in ("full", "dots", "names"):
-        for a, e in zip(
-            jax.tree.leaves(results[remat]), jax.tree.leaves(results["none"]), strict=True
-        ):
-            np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-5)
+    for a, e in zip(
+        jax.tree.leaves(results["full"]), jax.tree.leaves(results["none"]), strict=True
+    ):
+        np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-5)
 
 
 def test_tokens_outside_the_vocabulary_are_loud():

@@ -90,7 +90,12 @@ def test_muon_takes_the_kernels_of_the_blocks_over_their_last_two_axes():
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_weight_decay_alone_shrinks_matrices_only(name):
-    params = jax.tree.map(lambda leaf: jnp.ones(leaf.shape), abstract_params())
+    # Each name once a part of the model: for its update neither layer nor size counts.
+    params = {}
+    for path, leaf in by_name(abstract_params()).items():
+        *parts, last = path.split(".")
+        holder = params.setdefault(parts[0], {}) if parts else params
+        holder[last] = jnp.ones((2,) * leaf.ndim)
     gradients = jax.tree.map(jnp.zeros_like, params)
     config = OptimConfig(name=name, lr=0.5, warmup_steps=0, weight_decay=0.1)
     tx = optim.make_optimizer(config, 10)

@@ -1,4 +1,7 @@
-"""Mixed patterns through everything a run does: cut training, checkpoint, prefill and decode."""
+"""Mixed patterns through what a run does: training cut over a mesh, checkpoint, one device.
+
+Mamba and S4 are cut over a mesh in `test_sharding`; `test_caches` decodes with every letter.
+"""
 
 import jax
 import numpy as np
@@ -17,22 +20,21 @@ from fastweights.training.step import make_train_step, place_batch
 from runs import TINY
 
 SMALL = (
-    "model.num_layers=4",
     "model.mlp=none",
     "optim.warmup_steps=0",
     "optim.lr=0.01",
     "model.mixers.L.num_heads=2",
     "model.mixers.L.head_dim=8",
-    "model.mixers.M.d_state=4",
     "model.mixers.N.num_heads=4",
     "model.mixers.N.head_dim=8",
     "model.mixers.N.value_head_dim=8",
 )
 
 
-@pytest.mark.parametrize("pattern", ("MMMA", "NNGA", "LLLA"))
-def test_pattern_trains_cut_is_restored_whole_and_decodes(pattern, tmp_path):
-    config = config_lib.load(TINY, (*SMALL, f"model.pattern={pattern}"))
+@pytest.mark.parametrize("pattern", ("NGA", "LA"))
+def test_pattern_trains_cut_and_is_restored_whole(pattern, tmp_path):
+    fields = (*SMALL, f"model.pattern={pattern}", f"model.num_layers={len(pattern)}")
+    config = config_lib.load(TINY, fields)
     rows = train_dataset(config.data, seed=config.seed, rows=config.batch_size)[0]
     tx = optim.make_optimizer(config.optim, config.steps)
     mesh = sharding.make_mesh(MeshConfig(2, 2, 2))
@@ -65,20 +67,11 @@ def test_pattern_trains_cut_is_restored_whole_and_decodes(pattern, tmp_path):
 
     # It finds the loss that the eight found.
     @tiny_models.quick_jit
-    def run(params, tokens, ids, cache):
-        return model.bind(one.graphdef, params)(tokens, segment_ids_BT=ids, cache=cache)
+    def run(params, tokens, ids):
+        return model.bind(one.graphdef, params)(tokens, segment_ids_BT=ids)[0]
 
-    params, tokens = restored["params"], rows["tokens"]
-    log_p = np.asarray(jax.nn.log_softmax(run(params, tokens, rows["segment_ids"], None)[0]))
+    logits = run(restored["params"], rows["tokens"], rows["segment_ids"])
+    log_p = np.asarray(jax.nn.log_softmax(logits))
     asked = rows["targets"] != IGNORE
     found = np.take_along_axis(log_p, np.where(asked, rows["targets"], 0)[..., None], -1)[..., 0]
     np.testing.assert_allclose(-found[asked].mean(), losses[2], rtol=2e-5)
-
-    # As one document a row: the same logits through prefill and decode.
-    tokens, length = tokens[:2], tokens.shape[1]
-    full, _ = run(params, tokens, None, None)
-    cache, logits = model.bind(one.graphdef, params).init_cache(2, length), []
-    for piece in np.split(tokens, [5, *range(6, length)], axis=1):
-        out, cache = run(params, piece, None, cache)
-        logits.append(out)
-    np.testing.assert_allclose(np.concatenate(logits, axis=1), full, atol=2e-5)

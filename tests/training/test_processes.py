@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import runs
+import train
 from fastweights.errors import UserError
 from fastweights.training import processes
 
@@ -29,14 +30,7 @@ def start_two(workdir: pathlib.Path, *overrides: str) -> list[subprocess.Popen[s
     return [runs.start(*command, *together, "--process_id", index) for index in range(2)]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> pathlib.Path:
-    workdir = tmp_path_factory.mktemp("processes") / "alone"
-    runs.train(workdir, *PLAIN, "steps=9")
-    return workdir
-
-
-def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(alone, tmp_path):
+def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(tmp_path, capsys):
     workdir = tmp_path / "two"
     (code, output), (other_code, other_output) = map(runs.finish, start_two(workdir, "steps=6"))
     assert (code, other_code) == (0, 0), output + other_output
@@ -44,7 +38,7 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(alone,
     assert "step 6/6" in output and "step 6/6" not in other_output
     # The schedule ends with the steps, so the comparison runs to the same end from the start.
     short = tmp_path / "short"
-    runs.train(short, *PLAIN, "steps=6")
+    train.main(runs.train_command(short, *PLAIN, "steps=6")[1:])
     ours, theirs = runs.read_losses(workdir), runs.read_losses(short)
     assert ours.keys() == theirs.keys()
     np.testing.assert_allclose(list(ours.values()), list(theirs.values()), rtol=1e-5)
@@ -52,12 +46,12 @@ def test_two_processes_train_as_one_and_one_goes_on_from_their_checkpoint(alone,
         json.loads((run / "evals" / "recall-6.json").read_text()) for run in (workdir, short)
     ]
     assert results[0]["rows"][0]["answers"] == results[1]["rows"][0]["answers"]
-    output = runs.train(workdir, *PLAIN, "steps=9")
-    assert "resuming from step 6" in output
+    train.main(runs.train_command(workdir, *PLAIN, "steps=9")[1:])
+    assert "resuming from step 6" in capsys.readouterr().out
     assert sorted(runs.read_losses(workdir)) == list(range(1, 10))
 
 
-def test_sigterm_to_one_process_saves_and_ends_both(alone, tmp_path):
+def test_sigterm_to_one_process_saves_and_ends_both(tmp_path):
     workdir = tmp_path / "run"
     processes = start_two(workdir, "steps=100000", "checkpoint.every=100000")
     runs.signal_at_step(processes[1], workdir, 5, signal.SIGTERM)
