@@ -71,7 +71,7 @@ def update_state(
         q, k, v = along_keys(q_ref), along_keys(k_ref), load(v_ref.at[b, 0, h, columns], OF_VALUES)
         gates = [ref[b, 0, h] for ref in gate_refs]
         if g_B1G is not None:
-            S = S * gates[0]
+            S = S * jnp.exp(gates[0])
         if beta_B1G is not None:
             v = gates[-1] * (v - jnp.sum(k * S, axis=0))
         S = S + k * jax.lax.broadcast_in_dim(v, shape, [1])
@@ -80,9 +80,8 @@ def update_state(
         results[0].at[b, 0, h, columns][...] = o.astype(v_B1GV.dtype)
 
     state_ref = jax.new_ref(state_BGKV)
-    decay_B1G = None if g_B1G is None else jnp.exp(g_B1G.astype(F32))
-    strength_B1G = None if beta_B1G is None else beta_B1G.astype(F32)
-    operands = [q_B1HK, k_B1HK, v_B1GV, state_ref, decay_B1G, strength_B1G]
+    gates = [None if x is None else x.astype(F32) for x in (g_B1G, beta_B1G)]
+    operands = [q_B1HK, k_B1HK, v_B1GV, state_ref, *gates]
     (o_B1GV,) = call(
         body,
         [x for x in operands if x is not None],
@@ -92,6 +91,7 @@ def update_state(
         threads=1,
         scratch=[],
         simulate=simulate,
+        guard_stores=False,
     )
     return o_B1GV, jax.freeze(state_ref)
 
