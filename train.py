@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
             wandb_run = metrics.start_wandb(config.log, args.workdir, run_id, fields)
         batches = iterate(dataset)
         grain.experimental.set_next_index(batches, position)
-        context = evals.Context(config, blueprint.graphdef, mesh)
+        context = evals.Context(config, blueprint.graphdef, mesh, args.workdir)
         log = metrics.MetricsLog(args.workdir, step=step, lead=lead, wandb_run=wandb_run)
         stack.callback(log.close)
         progress = metrics.Progress(config.steps, step, seconds=log.seconds, quiet=not lead)

@@ -58,6 +58,28 @@ def peak_flops(device_kind: str) -> float | None:
     return next((peak for name, peak in _PEAKS if name in device_kind), None)
 
 
+# Bytes/s between a device and its memory, from the same sheets.
+_BANDWIDTHS = (
+    ("PCIe", None),
+    ("NVL", None),
+    ("H100", 3.35e12),
+    ("H200", 4.8e12),
+    ("A100-SXM4-80GB", 2.039e12),
+    ("A100-SXM4-40GB", 1.555e12),
+    ("TPU v5 lite", 0.819e12),
+    ("TPU v5e", 0.819e12),
+    ("TPU v5p", 2.765e12),
+    ("TPU v5", 2.765e12),
+    ("TPU v6 lite", 1.64e12),
+    ("TPU v6e", 1.64e12),
+)
+
+
+def peak_bandwidth(device_kind: str) -> float | None:
+    """Memory bandwidth of one device in bytes/s; None where it is not known, never a guess."""
+    return next((peak for name, peak in _BANDWIDTHS if name in device_kind), None)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Mixer:
     """Counts of one mixer layer: parameters in matrices and outside, and its short convolution."""
@@ -250,4 +272,40 @@ def cache_bytes(
             row += INT32_BYTES * (slots + 2)
         # Full attention writes at one index that all rows share.
         counts[letter] = layers * (batch * row + (INT32_BYTES if letter == "A" else 0))
+    return counts | {"total": sum(counts.values())}
+
+
+def decode_bytes(config: ModelConfig, batch: int, context_length: int) -> dict[str, int]:
+    """Bytes that one step of decoding must move, at `context_length` tokens a sequence.
+
+    Parameters are read once for the batch: matrices in the compute dtype, the rest in its own; of
+    an untied embedding the batch's rows alone, of experts as many as its tokens can meet. Recurrent
+    states and convolution inputs are read and written, keys and values of the context read and
+    those of one token written.
+
+    Returns:
+      "parameters", "state", "kv" and "total".
+    """
+    check(batch >= 1, f"decode_bytes is asked for {batch} sequences; give at least 1.")
+    D, letters = config.d_model, config.layout.letters
+    mixers = [_mixer(config, letter) for letter in letters]
+    matrices = config.vocab_size * D + sum(mixer.matrix for mixer in mixers)
+    for layer in range(len(letters)):
+        matrices += _mlp(config, layer, active=True)
+        if config.mlp_kind(layer) == "moe":
+            met = min(config.moe.num_experts, batch * config.moe.top_k)
+            matrices += 3 * D * config.moe.dim * (met - config.moe.top_k)
+    if not config.tie_embeddings:
+        matrices += batch * D
+    others = param_counts(config)["norms"] + sum(mixer.other for mixer in mixers)
+    counts = {
+        "parameters": matrices * jnp.dtype(config.dtype).itemsize
+        + others * jnp.dtype(config.param_dtype).itemsize,
+        "state": 0,
+        "kv": 0,
+    }
+    for letter in letters:
+        held = layer_bytes(config, letter, context_length)
+        counts["state"] += batch * 2 * (held["state"] + held["conv"])
+        counts["kv"] += batch * (held["kv"] + layer_bytes(config, letter, 1)["kv"])
     return counts | {"total": sum(counts.values())}

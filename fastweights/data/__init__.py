@@ -7,22 +7,25 @@ from fastweights.data.pipeline import (
     eval_datasets,
     iterate,
     open_text,
+    run_tokenizer,
     train_dataset,
     vocab_size,
 )
-from fastweights.data.tokenizer import check_vocab, load_tokenizer
+from fastweights.data.tokenizer import Tokenizer, check_vocab, load_tokenizer
 
 __all__ = [
     "Corpus",
     "Counts",
     "DataConfig",
     "TextConfig",
+    "Tokenizer",
     "check_vocab",
     "eval_datasets",
     "iterate",
     "load_tokenizer",
     "open_corpus",
     "open_text",
+    "run_tokenizer",
     "train_dataset",
     "vocab_size",
 ]

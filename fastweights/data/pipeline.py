@@ -10,6 +10,7 @@ processes. Evaluation batches all have the same shape; the last is filled up wit
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable
 
 import grain
@@ -20,7 +21,7 @@ from fastweights import tasks
 from fastweights.data.corpus import Corpus, corpus_in_memory, open_corpus
 from fastweights.data.packing import to_batch
 from fastweights.data.source import builtin_documents
-from fastweights.data.tokenizer import BYTES
+from fastweights.data.tokenizer import BYTES, JsonTokenizer, Tokenizer, load_tokenizer
 from fastweights.errors import UserError, check
 from fastweights.tasks import TASKS, Batch, TaskConfig
 from fastweights.tasks.base import IGNORE, stream
@@ -153,6 +154,31 @@ def open_text(config: DataConfig) -> Corpus:
         "tokens; set data.length to that or prepare the data again.",
     )
     return corpus
+
+
+def run_tokenizer(config: DataConfig, workdir: pathlib.Path | None = None) -> Tokenizer:
+    """What encodes prompts for a run: `workdir`'s tokenizer.json if it has one, else the text's.
+
+    Special tokens spelt out in a prompt are read as such, unlike in training data.
+
+    Raises:
+      UserError: there is none, or it is broken.
+    """
+    own = workdir and workdir / "tokenizer.json"
+    if own and own.is_file():
+        tokenizer = load_tokenizer(own)
+    else:
+        check(
+            config.kind == TEXT,
+            f"data.kind is '{config.kind}', which has no tokenizer; use a run on text, or put a "
+            "tokenizer.json into the run's folder.",
+        )
+        # The built-in text need not be read for that.
+        path = config.text.path
+        tokenizer = open_text(config).tokenizer if path else load_tokenizer(config.text.tokenizer)
+    if isinstance(tokenizer, JsonTokenizer):
+        tokenizer.read_special_tokens()
+    return tokenizer
 
 
 def vocab_size(config: DataConfig) -> int:

@@ -80,6 +80,10 @@ class JsonTokenizer:
         self.eod_id = ids[known[0]]
         self.vocab_size = max(ids.values()) + 1
 
+    def read_special_tokens(self) -> None:
+        """From now on a special token spelt out in a text is that token: for prompts."""
+        self._tokenizer.encode_special_tokens = False
+
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int64) for encoding in encodings]

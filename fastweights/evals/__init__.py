@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from fastweights.data import DataConfig
 from fastweights.errors import check
 from fastweights.evals import length, perplexity, recall
 from fastweights.evals.forward import Context
+from fastweights.evals.harness import PREFIX, HarnessEval
 from fastweights.evals.result import Result
 from fastweights.files import write_atomic
 
@@ -20,6 +22,7 @@ from fastweights.files import write_atomic
 # for data that the eval has nothing to say of.
 STOPS_ON = "recall/mean"
 EVALS = {"recall": recall, "ppl": perplexity, "length": length}
+KNOWN = f"{', '.join(EVALS)}, {PREFIX}TASK"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,21 +65,28 @@ def split_names(names: str) -> list[str]:
       UserError: an eval that does not exist.
     """
     found = [name.strip() for name in names.split(",") if name.strip()]
-    check(bool(found), f"the list of evals '{names}' is empty; name some of {', '.join(EVALS)}.")
+    check(bool(found), f"the list of evals '{names}' is empty; name some of {KNOWN}.")
     for name in found:
-        check(name in EVALS, f"eval '{name}' does not exist; known: {', '.join(EVALS)}.")
+        check(
+            name in EVALS or name.startswith(PREFIX),
+            f"eval '{name}' does not exist; known: {KNOWN}.",
+        )
     return found
+
+
+def _find(name: str) -> Any:
+    return HarnessEval(name) if name.startswith(PREFIX) else EVALS[name]
 
 
 def run(names: str, context: Context, params: Any) -> dict[str, Result]:
     """Runs the named evals in order."""
-    return {name: EVALS[name].evaluate(context, params) for name in split_names(names)}
+    return {name: _find(name).evaluate(context, params) for name in split_names(names)}
 
 
 def check_fits(names: str, data: DataConfig) -> None:
     """Raises `UserError` if one of the named evals can't be run on these data."""
     for name in split_names(names):
-        EVALS[name].check_fits(data)
+        _find(name).check_fits(data)
 
 
 def flat_metrics(results: dict[str, Result]) -> dict[str, float]:
@@ -93,7 +103,8 @@ def write(workdir: pathlib.Path, step: int, results: dict[str, Result]) -> None:
     (workdir / "evals").mkdir(exist_ok=True)
     for name, result in results.items():
         record = {"eval": name, "step": step, **dataclasses.asdict(result)}
-        write_atomic(workdir / "evals" / f"{name}-{step}.json", json.dumps(record, indent=2) + "\n")
+        file = f"{re.sub(r'[^a-zA-Z0-9_.]+', '-', name)}-{step}.json"
+        write_atomic(workdir / "evals" / file, json.dumps(record, indent=2) + "\n")
 
 
 def print_tables(step: int, results: dict[str, Result], console: Console | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,15 @@ Batch = dict[str, np.ndarray]
 class Context:
     """A run's config, model and mesh with the compiled forward pass; one serves all evals."""
 
-    def __init__(self, config: Config, graphdef: nnx.GraphDef, mesh: jax.sharding.Mesh):
-        self.config = config
+    def __init__(
+        self,
+        config: Config,
+        graphdef: nnx.GraphDef,
+        mesh: jax.sharding.Mesh,
+        workdir: pathlib.Path | None = None,
+    ):
+        """`workdir` is the run's folder, for evals that look for a tokenizer there."""
+        self.config, self.workdir = config, workdir
         self.rows = config.batch_size // config.accum_steps
         self._placement = sharding.batch_sharding(mesh)
 

@@ -74,7 +74,13 @@ def token_loss(model: HybridLM, batch: dict[str, Any], *, loss_chunk: int) -> To
       loss_chunk: tokens a piece (0: whole rows), so that the logits' peak is [B, C, Z] and not
         [B, T, Z].
     """
-    (h_BTD, _), targets_BT = _hidden(model, batch), batch["targets"]
+    return hidden_loss(model, _hidden(model, batch)[0], batch["targets"], loss_chunk=loss_chunk)
+
+
+def hidden_loss(
+    model: HybridLM, h_BTD: jax.Array, targets_BT: jax.Array, *, loss_chunk: int
+) -> TokenLoss:
+    """As `token_loss`, from what `model.hidden` gave."""
     head_DZ = model.head_DV.astype(h_BTD.dtype)
 
     def one_piece(piece: tuple[jax.Array, jax.Array]) -> TokenLoss:

@@ -50,15 +50,25 @@ def test_any_split_equals_one_run(letter):
 def test_a_call_without_rows_or_tokens_changes_nothing(letter):
     """Its cache comes back as it was, and the output has no element."""
     mixer = tiny_models.mixer(letter, D)
+    graphdef, state = nnx.split(mixer)
+    params = nnx.to_pure_dict(state)
+
+    @tiny_models.quick_jit
+    def run(params, x, ids, cache):
+        """With and without ids and cache, in one program."""
+        mixer = nnx.merge(graphdef, params)
+        kinds = [(i, c) for i in (None, ids) for c in (None, cache)]
+        return [mixer(x, segment_ids_BT=i, cache=c) for i, c in kinds]
+
     for rows, length in ((0, 5), (2, 0)):
         cache = mixer.init_cache(rows, 8, jnp.float32)
         x, ids = jnp.zeros((rows, length, D)), jnp.ones((rows, length), jnp.int32)
-        for segment_ids_BT in (None, ids):
-            for given in (None, cache):
-                y, after = mixer(x, segment_ids_BT=segment_ids_BT, cache=given)
-                assert y.shape == (rows, length, D)
-                if given is not None and length == 0:
-                    jax.tree.map(np.testing.assert_array_equal, after, cache)
+        found = run(params, x, ids, cache)
+        assert [after is None for _, after in found] == [True, False, True, False]
+        for y, after in found:
+            assert y.shape == (rows, length, D)
+            if after is not None and length == 0:
+                jax.tree.map(np.testing.assert_array_equal, after, cache)
 
 
 @pytest.mark.parametrize("letter", "AWLDGKNMS")
@@ -73,8 +83,8 @@ def test_decode_writes_into_a_donated_cache(letter):
 
     want = jax.jit(step)(cache, params, x)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    donating = jax.jit(step, donate_argnums=0)
-    assert donating.lower(cache, params, x).compile().memory_analysis().alias_size_in_bytes == size
-    got = donating(cache, params, x)
+    compiled = jax.jit(step, donate_argnums=0).lower(cache, params, x).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == size
+    got = compiled(cache, params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got, want)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))

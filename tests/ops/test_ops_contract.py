@@ -145,10 +145,9 @@ def test_decode_updates_a_donated_state_in_place(name):
         return family.call(name, x | {"initial_state": state})
 
     want = jax.jit(step)(state, x)
-    donating = jax.jit(step, donate_argnums=0)
-    compiled = donating.lower(state, x).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(state, x).compile()
     assert compiled.memory_analysis().alias_size_in_bytes == state.nbytes
-    close(donating(state, x), want, 1e-6)
+    close(compiled(state, x), want, 1e-6)
     assert state.is_deleted()
 
 

@@ -1,0 +1,86 @@
+"""A model laid out for decoding: layers one by one, matrices in the dtype they are multiplied in.
+
+Training stacks equal layers and scans over them. A step of decoding would then copy every cache out
+of its stack and into a new one; with layers apart each cache is written in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fastweights import sharding
+from fastweights.model import ModelConfig
+from fastweights.training.optim import MATRICES
+
+
+def unrolled(config: ModelConfig) -> ModelConfig:
+    """The same model with all layers in the unrolled tail and no scanned group."""
+    # A pattern longer than the depth fills no whole group.
+    return dataclasses.replace(config, pattern=config.layout.letters * 2, remat="none")
+
+
+def for_decoding(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of `unrolled(config)` out of those of `config`.
+
+    Args:
+      config: the model as it was trained.
+      params: its parameters, of any dtype; their arrays may be shared with the result.
+
+    Returns:
+      Parameters with matrices in the compute dtype.
+    """
+    dtype, layout = jnp.dtype(config.dtype), config.layout
+    layers = {}
+    for index in range(len(layout.letters)):
+        group, place = divmod(index, len(layout.group) or 1)
+        if group < layout.num_groups:
+            stacked = params["groups"][f"layer_{place}"]
+            layers[f"layer_{index}"] = jax.tree.map(lambda x, group=group: x[group], stacked)
+        else:
+            place = index - layout.num_groups * len(layout.group)
+            layers[f"layer_{index}"] = params["tail"][f"layer_{place}"]
+    whole = {n: x for n, x in params.items() if n not in ("groups", "tail")} | {"tail": layers}
+
+    def cast(path: Any, leaf: jax.Array) -> jax.Array:
+        # Every module casts its matrices before it multiplies, so that casting once changes no
+        # result. Gates, norms and systems stay as wide as they are.
+        return leaf.astype(dtype) if path[-1].key in MATRICES else leaf
+
+    return jax.tree_util.tree_map_with_path(cast, whole)
+
+
+class Placement(NamedTuple):
+    """Where the arrays of a batch lie, given where the parameters do."""
+
+    rows: jax.sharding.Sharding
+    whole: jax.sharding.Sharding
+
+    def of(self, tree: Any) -> Any:
+        """A sharding for each leaf of caches: rows lead in all but single numbers."""
+        return jax.tree.map(lambda x: self.rows if x.ndim else self.whole, tree)
+
+    def shapes(self, tree: Any) -> Any:
+        """The leaves as `ShapeDtypeStruct`s that say where they lie."""
+        return jax.tree.map(
+            lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
+            tree,
+            self.of(tree),
+        )
+
+
+def place_rows(params: Any, rows: int) -> Placement:
+    """Rows over the batch axes of the mesh that the parameters lie on; else on their device.
+
+    Raises:
+      UserError: the mesh cannot cut so many rows.
+    """
+    placed = jax.tree.leaves(params)[0].sharding
+    if not isinstance(placed, jax.sharding.NamedSharding):
+        return Placement(placed, placed)
+    mesh: Any = placed.mesh
+    sharding.check_batch(rows, mesh)
+    return Placement(sharding.batch_sharding(mesh), sharding.replicated(mesh))

@@ -1,0 +1,154 @@
+"""Times decoding against context length: a hybrid and its all-attention twin, interleaved.
+
+    python scripts/bench_decode.py --config configs/qwen3_5.py:size=0.8b [--batches 1,16,64]
+
+Weights are random and the context is taken as read: a cache's contents do not change what a step
+costs. The twin has the config's own attention in every layer. `bytes` is what a step must move
+(`flops.decode_bytes`), `floor` the share of the memory bandwidth that this amounts to (the device's
+data sheet, or --bandwidth in bytes/s; "-" where neither is known), `slower` the loss of speed
+against the first context. Times are medians of bursts. --prefill_length N also times reading N
+tokens in chunks.
+"""
+
+import argparse
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fastweights import cli, config, flops
+from fastweights.errors import check
+from fastweights.generation import Engine
+from fastweights.model import ModelConfig, init_params
+
+CONTEXTS = "2560,16384,65536,262144"
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """A comma-separated list of positive whole numbers."""
+    found = [int(item) if item.strip().isdigit() else 0 for item in text.split(",")]
+    check(min(found) >= 1, f"--{name} is '{text}'; give whole numbers above 0, such as 1,16.")
+    return found
+
+
+def twin(model: ModelConfig) -> ModelConfig:
+    """The same model with attention in every layer."""
+    check(
+        "A" in model.pattern,
+        f"the pattern {model.pattern} has no A whose options its twin could take; use a hybrid.",
+    )
+    return dataclasses.replace(model, pattern="A")
+
+
+def random_params(model: ModelConfig):
+    # In the compute dtype from the start: a large model fits once and not twice.
+    narrow = dataclasses.replace(model, param_dtype=model.dtype)
+    return jax.jit(lambda key: init_params(narrow, key))(jax.random.key(0))
+
+
+def filled_cache(engine: Engine, context: int):
+    """Caches as after `context` tokens, keys and values all zero."""
+
+    def fill(path, leaf):
+        match path[-1].key:
+            case "index" | "position":
+                return jnp.full_like(leaf, context)
+            case "slot_document":
+                return jnp.broadcast_to((jnp.arange(leaf.shape[1]) < context)[None], leaf.shape) * 1
+            case _:
+                return leaf
+
+    return jax.tree_util.tree_map_with_path(fill, engine.fresh_cache())
+
+
+class Case:
+    """One model, batch and context, compiled; `time()` runs a burst."""
+
+    def __init__(self, model: ModelConfig, params, batch: int, context: int, steps: int, runs: int):
+        # One burst more than is timed, for the first is a rehearsal.
+        self.engine = Engine(
+            model,
+            params,
+            rows=batch,
+            prompt_length=context,
+            new_tokens=steps * (runs + 1),
+            chunk=1,
+            burst=steps,
+        )
+        self.bytes = flops.decode_bytes(model, batch, context)["total"]
+        self.steps, self.start, self.seconds = steps, 0, []
+        self.cache = filled_cache(self.engine, context)
+        self.logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
+
+    def time(self) -> None:
+        before = self.engine.timing.decode_seconds
+        self.cache, self.logits, _ = self.engine.decode(self.cache, self.logits, self.start)
+        if self.start:
+            self.seconds.append((self.engine.timing.decode_seconds - before) / self.steps)
+        self.start += self.steps
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--config", required=True, help="config file, path.py or path.py:arg")
+    parser.add_argument("--contexts", default=CONTEXTS, help="tokens before the timed ones")
+    parser.add_argument("--batches", default="1", help="sequences at a time")
+    parser.add_argument("--steps", type=int, default=32, help="tokens of a burst")
+    parser.add_argument("--runs", type=int, default=5, help="bursts timed")
+    parser.add_argument("--bandwidth", type=float, help="bytes/s of the memory")
+    parser.add_argument("--prefill_length", type=int, default=0, help="tokens to read (0: none)")
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens prefill reads at a time")
+    args, overrides = cli.parse(parser, argv)
+    contexts, batches = (numbers(n, getattr(args, n)) for n in ("contexts", "batches"))
+    for name in ("steps", "runs"):
+        check(getattr(args, name) >= 1, f"--{name} is {getattr(args, name)}; use 1 or more.")
+    hybrid = config.load(args.config, overrides).model
+    models = {"hybrid": hybrid, "twin": twin(hybrid)}
+    params = {name: random_params(model) for name, model in models.items()}
+    kind = jax.devices()[0].device_kind
+    bandwidth = args.bandwidth or flops.peak_bandwidth(kind)
+
+    letters = {name: model.layout.letters for name, model in models.items()}
+    print(f"{kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}; {hybrid.dtype}; {letters}")
+    if args.prefill_length:
+        print(prefill_line(hybrid, params["hybrid"], args.prefill_length, args.chunk))
+    print(f"{'batch':>5} {'context':>8} {'model':>7} {'ms a step':>10} {'tokens/s':>10} "
+          f"{'bytes':>15} {'floor':>6} {'slower':>7}")  # fmt: skip
+    first: dict[tuple[int, str], float] = {}
+    for batch in batches:
+        for context in contexts:
+            cases = {
+                name: Case(model, params[name], batch, context, args.steps, args.runs)
+                for name, model in models.items()
+            }
+            for _ in range(args.runs + 1):
+                for case in cases.values():
+                    case.time()
+            for name, case in cases.items():
+                seconds = float(np.median(case.seconds))
+                slower = 1 - first.setdefault((batch, name), seconds) / seconds
+                floor = f"{case.bytes / bandwidth / seconds:6.1%}" if bandwidth else f"{'-':>6}"
+                print(
+                    f"{batch:>5} {context:>8} {name:>7} {1e3 * seconds:>10.3f} "
+                    f"{batch / seconds:>10.1f} {case.bytes:>15,} {floor} {slower:>7.1%}",
+                    flush=True,
+                )
+            del cases, case
+    return 0
+
+
+def prefill_line(model: ModelConfig, params, length: int, chunk: int) -> str:
+    """Reads `length` random tokens twice; the second time counts."""
+    engine = Engine(model, params, rows=1, prompt_length=length, new_tokens=1, chunk=chunk)
+    prompt = np.random.default_rng(0).integers(0, model.vocab_size, length)
+    engine.prefill([prompt])
+    before = engine.timing.prefill_seconds
+    engine.prefill([prompt])
+    speed = length / (engine.timing.prefill_seconds - before)
+    return f"prefill of {length} tokens, {engine.chunk} at a time: {speed:,.0f} tokens/s"
+
+
+if __name__ == "__main__":
+    cli.run(main)
