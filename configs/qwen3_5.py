@@ -3,10 +3,12 @@
     python train.py --config configs/qwen3_5.py --workdir runs/qwen --dry_run
     python scripts/memory_table.py cache --config configs/qwen3_5.py:size=27b
 
-Sizes 0.8b, 2b, 4b, 9b and 27b. Widths, heads, norms, rotary fraction and parameter counts are those
-published; the vision tower and the layer that predicts a second token are not here, weights start
-as this project's do, and no checkpoint is read. Training options are those of configs/lm.py, chosen
-for other sizes and never tried on these.
+    python scripts/import_hf.py models/Qwen3.5-0.8B --workdir runs/qwen
+
+Sizes 0.8b, 2b, 4b, 9b and 27b (of Qwen3.5; 3.6 and 3.8 have the same one), as published but for the
+vision tower and the layer that predicts a second token. A run from here starts from noise;
+scripts/import_hf.py makes one that starts from a published checkpoint. Training options are those
+of configs/lm.py, chosen for other sizes and never tried on these.
 """
 
 import pathlib

@@ -91,3 +91,10 @@ def layers(tree, layout):
 
 def close(actual, expected, tolerance=1e-4):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
+
+
+def assert_same_folder(one: pathlib.Path, other: pathlib.Path) -> None:
+    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (one, other)]
+    assert files[0].keys() == files[1].keys()
+    for name, contents in files[0].items():
+        assert contents == files[1][name], name

@@ -5,7 +5,7 @@ its table of tensors and its config; `checkpoint.py` reads a folder, `export.py`
 """
 
 from fastweights.interop.checkpoint import Checkpoint, load_params, open_checkpoint
-from fastweights.interop.export import export_imported, export_new, total_bytes
+from fastweights.interop.export import entries, export_imported, export_new, tensors_of
 from fastweights.interop.express import express
 from fastweights.interop.record import load as load_record
 from fastweights.interop.record import save as save_record
@@ -16,6 +16,7 @@ DTYPE_FIELDS = ("model.dtype", "model.param_dtype")
 __all__ = [
     "DTYPE_FIELDS",
     "Checkpoint",
+    "entries",
     "export_imported",
     "export_new",
     "express",
@@ -23,5 +24,5 @@ __all__ = [
     "load_record",
     "open_checkpoint",
     "save_record",
-    "total_bytes",
+    "tensors_of",
 ]

@@ -35,22 +35,22 @@ NAMES = {dtype.name: name for name, dtype in safetensors.DTYPES.items()}
 def export_imported(params: Any, config: ModelConfig, record: Record, out: pathlib.Path) -> None:
     """Writes `out` with the source's files, names, dtypes and order, and what was kept aside."""
     family = next(f for f in FAMILIES if record.model_type in f.model_types)
-    stored = [(n, e) for entries, _ in record.files.values() for n, e in entries.items()]
+    stored = [pair for told, _ in record.files.values() for pair in told.items()]
     shapes = {canonical(n): e.shape for n, e in stored if not is_aside(n)}
     rows = family.table(config, family.context(config, shapes, record.mlx))
-    tensor = _tensors(params, list(rows))
+    tensor = tensors_of(params, list(rows))
     aside = record.aside()
     with new_folder(out) as partial:
         for path in record.copied:
             shutil.copyfile(path, partial / path.name)
-        for file, (entries, metadata) in record.files.items():
+        for file, (told, metadata) in record.files.items():
 
-            def produce(name: str, entries: Mapping[str, safetensors.Entry] = entries):
+            def produce(name: str, told: Mapping[str, safetensors.Entry] = told):
                 if is_aside(name):
                     return aside.raw(name)
-                return _cast(tensor(canonical(name)), entries[name].dtype, name)
+                return _cast(tensor(canonical(name)), told[name].dtype, name)
 
-            safetensors.write(partial / file, entries, metadata, produce)
+            safetensors.write(partial / file, told, metadata, produce)
 
 
 def export_new(params: Any, config: ModelConfig, out: pathlib.Path, dtype: str) -> str:
@@ -66,18 +66,12 @@ def export_new(params: Any, config: ModelConfig, out: pathlib.Path, dtype: str) 
       UserError: no family has all parts of the model; names those that are missing.
     """
     family, tree = express(config)
-    rows = list(family.table(config, family.context(config, {}, False)))
-    stored = NAMES[dtype]
-    entries = {
-        _full(family.prefix, name): safetensors.Entry("F32" if row.wide else stored, shape)
-        for row in rows
-        for name, shape in zip(row.names, row.shapes, strict=True)
-    }
-    shards = safetensors.split_shards(entries, SHARD_BYTES)
-    tensor = _tensors(params, rows)
+    tensors = entries(config, dtype)
+    shards = safetensors.split_shards(tensors, SHARD_BYTES)
+    tensor = tensors_of(params, list(family.table(config, family.context(config, {}, False))))
 
     def produce(name: str) -> np.ndarray:
-        return _cast(tensor(canonical(name)), entries[name].dtype, name)
+        return _cast(tensor(canonical(name)), tensors[name].dtype, name)
 
     with new_folder(out) as partial:
         (partial / "config.json").write_text(json.dumps(tree | {"dtype": dtype}, indent=2) + "\n")
@@ -88,33 +82,28 @@ def export_new(params: Any, config: ModelConfig, out: pathlib.Path, dtype: str) 
             safetensors.write(partial / file, shard, {"format": "pt"}, produce)
             places |= dict.fromkeys(shard, file)
         if len(shards) > 1:
-            total = sum(entry.nbytes for entry in entries.values())
+            total = sum(entry.nbytes for entry in tensors.values())
             index = {"metadata": {"total_size": total}, "weight_map": places}
             (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return family.name
 
 
-def total_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of all tensors that `export_new` writes, headers not counted.
-
-    Raises:
-      UserError: as `export_new`.
-    """
+def entries(config: ModelConfig, dtype: str) -> dict[str, safetensors.Entry]:
+    """What `export_new` writes by name; arguments and errors are its own."""
     family, _ = express(config)
-    rows = family.table(config, family.context(config, {}, False))
-    return sum(
-        safetensors.Entry("F32" if row.wide else NAMES[dtype], shape).nbytes
-        for row in rows
-        for shape in row.shapes
-    )
+    return {
+        _full(family.prefix, name): safetensors.Entry("F32" if row.wide else NAMES[dtype], shape)
+        for row in family.table(config, family.context(config, {}, False))
+        for name, shape in zip(row.names, row.shapes, strict=True)
+    }
 
 
 def _full(prefix: str, name: str) -> str:
     return name if name == HEAD else prefix + name
 
 
-def _tensors(params: Any, rows: list[Row]) -> Callable[[str], np.ndarray]:
-    """A published tensor by its canonical name, made when it is asked for."""
+def tensors_of(params: Any, rows: list[Row]) -> Callable[[str], np.ndarray]:
+    """Parameters (or gradients) as published: a tensor by canonical name, made when asked for."""
     places = {name: (row, i) for row in rows for i, name in enumerate(row.names)}
 
     def tensor(name: str) -> np.ndarray:

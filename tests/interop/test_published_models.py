@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import published
-from fastweights.interop.export import _tensors
+from fastweights import interop
 
 SHORT = 77
 
@@ -48,7 +48,7 @@ JOINED = (
 def test_norms_of_gradients(case):
     tokens = case.reference["input_ids"]
     _, gradients = case.train(case.params, tokens, np.ones_like(tokens))
-    gradient_of = _tensors(gradients, case.source.rows())
+    gradient_of = interop.tensors_of(gradients, case.source.rows())
     squares = collections.Counter()
     for name, (_, full) in case.source.published.items():
         for pattern, joined in JOINED:

@@ -7,14 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-import export_hf
-import import_hf
 import published
 from fastweights import interop, sharding
 from fastweights.interop import safetensors
 
 ALL = published.PUBLISHED + published.GEOMETRIES
-VISION = published.DATA / "geometries" / "qwen3_5_vision"
 by_name = {"ids": lambda folder: folder.name}
 
 
@@ -25,13 +22,6 @@ def test_logits_of_other_geometries(folder):
     published.close(logits, case.reference["logits"])
 
 
-def assert_same_folder(one: pathlib.Path, other: pathlib.Path) -> None:
-    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (one, other)]
-    assert files[0].keys() == files[1].keys()
-    for name, contents in files[0].items():
-        assert contents == files[1][name], name
-
-
 @pytest.mark.parametrize("folder", ALL, **by_name)
 def test_export_gives_back_what_was_imported(folder, tmp_path):
     """Every file byte for byte: tensors, names, dtypes, their order, what was kept aside."""
@@ -39,23 +29,7 @@ def test_export_gives_back_what_was_imported(folder, tmp_path):
     interop.save_record(case.source, tmp_path)
     record = interop.load_record(tmp_path)
     interop.export_imported(case.params, case.config, record, tmp_path / "out")
-    assert_same_folder(tmp_path / "out", folder)
-
-
-def test_the_commands_do_the_same(tmp_path):
-    run, out = tmp_path / "run", tmp_path / "out"
-    import_hf.main([str(VISION), "--workdir", str(run), "--config.mesh.fsdp=2"])
-    export_hf.main(["--workdir", str(run), "--out", str(out)])
-    assert_same_folder(out, VISION)
-    wide = interop.open_checkpoint(out).files
-    kinds = {name: e.dtype for file in wide.values() for name, e in file.entries.items()}
-    assert {n for n, dtype in kinds.items() if dtype == "F32"} == {
-        "mtp.norm.weight",
-        *(f"model.language_model.layers.{i}.linear_attn.{n}" for i in (0, 2) for n in WIDE),
-    }
-
-
-WIDE = ("A_log", "norm.weight")
+    published.assert_same_folder(tmp_path / "out", folder)
 
 
 def rename(folder: pathlib.Path, out: pathlib.Path, change, metadata=None) -> pathlib.Path:
@@ -85,7 +59,7 @@ def test_any_prefix_is_read_and_given_back(prefix, tmp_path):
     interop.save_record(source, tmp_path)
     record = interop.load_record(tmp_path)
     interop.export_imported(case.params, case.config, record, tmp_path / "out")
-    assert_same_folder(tmp_path / "out", tmp_path / "in")
+    published.assert_same_folder(tmp_path / "out", tmp_path / "in")
 
 
 def test_parameters_are_cut_over_the_mesh_as_they_are_read():

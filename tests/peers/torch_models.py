@@ -25,7 +25,7 @@ GDN = dict(
     linear_conv_kernel_dim=3,
 )
 ATTENTION = dict(num_attention_heads=4, num_key_value_heads=2)
-SIZES = dict(vocab_size=96, hidden_size=32)
+SIZES = dict(vocab_size=260, hidden_size=32)
 QWEN = dict(**SIZES, **GDN, **ATTENTION, head_dim=12, intermediate_size=40)
 QWEN["rope_parameters"] = dict(
     rope_type="default", rope_theta=5e5, partial_rotary_factor=0.5, mrope_section=[1, 1, 1]
@@ -116,7 +116,7 @@ def make(out: pathlib.Path) -> None:
         model = auto(config) if auto else transformers.AutoModelForCausalLM.from_config(config)
         model = model.float().eval()
         randomize(model, centred=config.model_type.startswith("qwen"))
-        tokens = torch.randint(0, 96, TOKENS, generator=torch.Generator().manual_seed(1))
+        tokens = torch.randint(0, 260, TOKENS, generator=torch.Generator().manual_seed(1))
         folder = out / name
         model.save_pretrained(folder)
         publish(folder, vision=bool(auto))
