@@ -177,33 +177,28 @@ def gated_inverse(
                     mask = mask & (column + half * HALF >= start)
                 return power(mask, row_vector(0) - column_vector(0, half))
 
-            right = X * (decay(reach & (row >= HALF), 1) * column_vector(1, 1))
+            # Each half in bfloat16, and what that left out.
+            right = split(X * (decay(reach & (row >= HALF), 1) * column_vector(1, 1)))
             X11_high, X11_low = X_high.at[upper_half], X_low.at[upper_half]
             terms = [(high, X11_high), (low, X11_high), (high, X11_low)]
-            below = multiply(terms, shape, simulate)
-            left = jnp.where(top, X, below) * (
-                decay(reach | (row >= HALF), 0) * column_vector(1, 0)
-            )
-
-            # What rounding takes from each column's sum, by a product with ones: Pallas' own sums
-            # over rows share one buffer a block.
-            halves = (left, right)
-            lows = [x.astype(BF16) for x in halves]
+            X = jnp.where(top, X, multiply(terms, shape, simulate))
+            left = split(X * (decay(reach | (row >= HALF), 0) * column_vector(1, 0)))
             fence_reads(simulate)
             plgpu.commit_smem()  # all warps are done with the tiles
-            for x, low, spare in zip(halves, lows, (X_high, X_low), strict=True):
-                spare[...] = in_layout(x - low.astype(F32)).astype(BF16)
+            X_high[...], X_low[...] = in_layout(left[1]), in_layout(right[1])
             plgpu.commit_smem()
 
+            # Column sums by a product with ones: Pallas' own sums over rows share one buffer a
+            # block.
             square = (CHUNK, CHUNK)
             ones = in_layout((indices(square, hidden_zero(simulate))[0] >= 0).astype(BF16))
-            for half, (spare, target) in enumerate(((X_high, L_high), (X_low, L_low))):
-                missing = multiply([(ones, spare)], shape, simulate)
-                x = halves[half]
-                near = (row == column + (half * HALF + BAND)) & (x != 0)
+            tiles_of_halves = ((left[0], X_high, L_high), (right[0], X_low, L_low))
+            for half, (kept, left_out, target) in enumerate(tiles_of_halves):
+                missing = multiply([(ones, left_out)], shape, simulate)
+                kept = kept.astype(F32)
+                near = (row == column + (half * HALF + BAND)) & (kept != 0)
                 near = near & (row_vector(1) >= 0.5 * column_vector(1, half))
-                given = jnp.where(near, lows[half].astype(F32) + missing, x)
-                target[...] = in_layout(given).astype(BF16)
+                target[...] = in_layout(jnp.where(near, kept + missing, kept)).astype(BF16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(L_high, A_ref.at[b, h, n, :, upper_half])
             plgpu.copy_smem_to_gmem(L_low, A_ref.at[b, h, n, :, lower_half])
