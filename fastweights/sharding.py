@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -180,3 +180,70 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     if mesh.empty or np.prod(list(mesh.shape.values())) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, _fit(x.shape, logical_axes, mesh, "An activation"))
+
+
+def _open_axes(mesh: Any) -> dict[str, AxisType]:
+    """Mesh axes of more than one device that no `shard_map` around has cut yet."""
+    kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: kind for name, size, kind in kinds if size > 1 and kind != AxisType.Manual}
+
+
+def obstacle_to_cutting() -> str | None:
+    """Why `on_each_device` cannot cut a call here, in half a sentence; None if it can."""
+    axes = _open_axes(jax.sharding.get_abstract_mesh())
+    strange = [name for name, kind in axes.items() if name not in AXES or kind != AxisType.Auto]
+    if strange:
+        return f"kernels are cut over Auto mesh axes {', '.join(AXES)}, not over {strange[0]!r}"
+    return None
+
+
+def part(size: int, logical: str) -> int:
+    """What each device has of a dimension once `on_each_device` has cut it."""
+    parts = _parts(logical)
+    return size if size % parts else size // parts
+
+
+def _open_part(logical: str) -> tuple[str, ...]:
+    """The open mesh axes that a logical axis is cut along."""
+    entry, axes = RULES[logical], _open_axes(jax.sharding.get_abstract_mesh())
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    return tuple(name for name in names if name in axes)
+
+
+def _parts(logical: str) -> int:
+    return _axis_size(jax.sharding.get_abstract_mesh(), _open_part(logical))
+
+
+def on_each_device(call: Callable[..., Any], args: Sequence[Any], axes: Any, out_axes: Any) -> Any:
+    """call(*args), each device with its own part: for kernels, which the compiler cannot cut.
+
+    Args:
+      call: a function of arrays in which no row and no head depends on another.
+      args: arrays or None.
+      axes: for each argument a tuple of logical axes, or None a dimension.
+      out_axes: the same for each result, a tuple of tuples.
+
+    A logical axis that does not divide one of its dimensions is cut nowhere; that work is then done
+    on every device.
+    """
+    names = set(_open_axes(jax.sharding.get_abstract_mesh()))
+    if not names:
+        return call(*args)
+    present = [(x, a) for x, a in zip(args, axes, strict=True) if x is not None]
+    whole = {
+        logical
+        for x, of_dims in present
+        for size, logical in zip(x.shape, of_dims, strict=True)
+        if logical is not None and size % _parts(logical)
+    }
+
+    def spec(of_dims):
+        return PartitionSpec(*(None if a is None or a in whole else _open_part(a) for a in of_dims))
+
+    in_specs = tuple(None if x is None else spec(a) for x, a in zip(args, axes, strict=True))
+    out_specs = tuple(spec(a) for a in out_axes)
+    # Kernels know no varying axes, so the check of them is off.
+    cut = jax.shard_map(
+        call, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
+    )
+    return cut(*args)

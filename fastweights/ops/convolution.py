@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fastweights import sharding
 from fastweights.errors import check
 from fastweights.ops import segments
 from fastweights.ops.checks import check_segments
@@ -99,7 +100,14 @@ def _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, activation) -> jax.Array:
         from fastweights.ops.mosaic_gpu import convolution  # Pallas takes a while to import
 
         reach_BT = _reach(x_BTD.shape[:2], index_BT, valid_BT, w_WD.shape[0] - 1)
-        return convolution.short_convolution(x_BTD, w_WD, bias_D, reach_BT, activation=activation)
+        (y_BTD,) = sharding.on_each_device(
+            lambda *x: (convolution.short_convolution(*x, activation=activation),),
+            # Wide, so that the devices' parts of their gradients are summed unrounded.
+            (x_BTD, *jax.tree.map(lambda x: x.astype(jnp.float32), (w_WD, bias_D)), reach_BT),
+            (("batch", None, "heads"), (None, "heads"), ("heads",), ("batch", None)),
+            (("batch", None, "heads"),),
+        )
+        return y_BTD
     if worth_it:
         support.say_once("short_convolution", reason)
     reach = w_WD.shape[0] - 1

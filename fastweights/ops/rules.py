@@ -12,9 +12,12 @@ Shapes: B batch, T tokens, H query/key heads, G value heads (G % H == 0, value h
 query/key head j // (G // H)), K key dim, V value dim.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from fastweights import sharding
 from fastweights.ops import channelwise, checks, chunked, reference, scan, segments
 from fastweights.ops.mosaic_gpu import support
 from fastweights.ops.varying import vary_alike
@@ -226,6 +229,13 @@ def linear_attention(
     return o_BTGV, (state[..., :-1], state[..., -1])
 
 
+# Logical axes of what the kernels take: q, k, v, g, beta, state, documents.
+ROWS_AND_HEADS, STATE_AXES = ("batch", None, "heads", None), ("batch", "heads", None, None)
+KERNEL_AXES = (
+    *[ROWS_AND_HEADS] * 3, *[ROWS_AND_HEADS[:3]] * 2, STATE_AXES, ROWS_AND_HEADS[:2]
+)  # fmt: skip
+
+
 def _takes_kernels(name: str, inputs: Inputs, state, implementation: str, channels: bool) -> bool:
     """Whether a call goes to the Hopper kernels; says once why not, where that is a loss."""
     if implementation not in ("auto", "pallas"):
@@ -274,10 +284,14 @@ def _run(
     if _takes_kernels(name, inputs, state, implementation, channels):
         from fastweights.ops.mosaic_gpu import decode, rule  # Pallas takes a while to import
 
-        if length == 1:
-            o_BTGV, state = decode.core(*inputs, state, scale=factor)
-        else:
-            o_BTGV, state = rule.core(*inputs, state, document_BT, scale=factor)
+        kernels = decode.core if length == 1 else rule.core
+        documents = () if length == 1 else (document_BT,)
+        o_BTGV, state = sharding.on_each_device(
+            functools.partial(kernels, scale=factor),
+            (*inputs, state, *documents),
+            KERNEL_AXES[: 6 + len(documents)],
+            (ROWS_AND_HEADS, STATE_AXES),
+        )
     elif implementation == "reference" or (length == 1 and implementation in ("auto", "pallas")):
         o_BTGV, state = reference.core(*inputs, state, document_BT, scale=factor)
     else:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 
+from fastweights import sharding
+
 os.environ |= {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # no CUDA libraries are installed
     "MOSAIC_GPU_DUMP_PTXAS": "1",  # the report of registers and spills
@@ -18,15 +20,26 @@ os.environ |= {
 jax.config.update("jax_enable_compilation_cache", False)
 
 
-@pytest.fixture(scope="session")
-def h200():
-    """A mesh of one H200 that exists only for the compiler."""
+def gpus(count: int):
+    """H200s of one host that exist only for the compiler."""
     jax.devices("cpu")  # finds the plugins
     description = (Path(__file__).parent / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(
-        "h200", "cuda", topology="1x1x1", target_config=description
+        "h200", "cuda", topology=f"1x1x{count}", target_config=description
     )
-    return jax.sharding.Mesh(np.array(topology.devices), ("device",))
+    return np.array(topology.devices)
+
+
+@pytest.fixture(scope="session")
+def h200():
+    """A mesh of one GPU."""
+    return jax.sharding.Mesh(gpus(1), ("device",))
+
+
+@pytest.fixture(scope="session")
+def four_h200s():
+    """A mesh of four GPUs as `sharding.make_mesh` makes it."""
+    return sharding.make_mesh(sharding.MeshConfig(2, 1, 2), list(gpus(4)))
 
 
 @pytest.fixture

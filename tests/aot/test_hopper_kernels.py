@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from fastweights import ops
 from fastweights.ops.mosaic_gpu import pieces as piecing
+from fastweights.ops.mosaic_gpu import support
 from fastweights.ops.mosaic_gpu.backward_local import local_gradients
 from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
 from fastweights.ops.mosaic_gpu.convolution import SPAN, TOKENS, WARPS, convolve, convolve_backward
@@ -177,3 +179,26 @@ def test_decoding_in_a_loop_keeps_one_state(h200, dumps):
     size = 4 * math.prod(state.shape)
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < size
+
+
+def test_over_a_mesh_no_row_and_no_head_moves(four_h200s, monkeypatch):
+    """Convolution and rule, forward and backward, on two rows by two heads of GPUs."""
+    monkeypatch.setattr(support, "on_hopper", lambda: True)
+
+    def layer(x, taps, g, beta):
+        y, _ = ops.short_convolution(x, taps)
+        q = y.reshape(*y.shape[:2], G, 128)
+        return ops.gated_delta_rule(q, q, q, g, beta)[0]
+
+    def gradients(do, *inputs):
+        return jax.vjp(layer, *inputs)[1](do)
+
+    rows, wide, cut = (("data", "fsdp"), None, "tensor"), single(4, 512), single(B, T, G)
+    arguments = (of(B, T, G, 128), of(B, T, 512), wide, cut, cut)
+    specs = (PartitionSpec(*rows, None), PartitionSpec(*rows), PartitionSpec(None, "tensor"))
+    specs += (PartitionSpec(*rows),) * 2
+    with jax.sharding.use_abstract_mesh(four_h200s.abstract_mesh):
+        jitted = jax.jit(gradients, in_shardings=[NamedSharding(four_h200s, s) for s in specs])
+        text = jitted.lower(*arguments).compile().as_text()
+    assert "gated_inverse" in text and "convolve_backward" in text
+    assert "all-gather" not in text and "all-to-all" not in text

@@ -4,11 +4,12 @@ Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value 
 """
 
 import functools
-import math
 import warnings
 
 import jax
 import jax.numpy as jnp
+
+from fastweights import sharding
 
 MAX_KEY_DIM, MAX_VALUE_DIM = 128, 256
 CHANNELS = 128  # a block of the convolution
@@ -26,19 +27,12 @@ def on_hopper() -> bool:
     )
 
 
-def _devices_to_partition_over() -> int:
-    """Devices of the mesh in use, but for axes that a `shard_map` has cut already."""
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-    return math.prod(size for size, kind in kinds if kind != jax.sharding.AxisType.Manual)
-
-
 def _obstacle_of_the_machine(x: jax.Array) -> str | None:
     if not on_hopper():
         return "the kernels run on GPUs of compute capability 9.0"
-    devices = _devices_to_partition_over()
-    if devices > 1:
-        return f"XLA cannot partition the kernels over the mesh's {devices} devices"
+    reason = sharding.obstacle_to_cutting()
+    if reason is not None:
+        return reason
     if jax.typeof(x).manual_axis_type.varying:
         return "the kernels know no varying mesh axes, so shard_map needs check_vma=False"
     return None
@@ -52,8 +46,9 @@ def convolution_obstacle(x_BTD: jax.Array, w_WD: jax.Array) -> str | None:
     if x_BTD.dtype != jnp.bfloat16:
         return f"the kernel takes bfloat16, and x is {x_BTD.dtype}"
     taps, channels = w_WD.shape
+    channels = sharding.part(channels, "heads")
     if channels % CHANNELS:
-        return f"the kernel takes multiples of {CHANNELS} channels, and these are {channels}"
+        return f"the kernel takes multiples of {CHANNELS} channels, and a device has {channels}"
     if taps > MAX_TAPS:
         return f"the kernel takes up to {MAX_TAPS} taps, and these are {taps}"
     return None

@@ -91,7 +91,7 @@ def test_a_call_that_goes_on_from_a_cache_takes_the_kernel_too(on_hopper):
 
 
 @pytest.mark.parametrize(
-    ("dims", "reason"), [(dict(D=100), "these are 100"), (dict(W=9), "these are 9")], ids=str
+    ("dims", "reason"), [(dict(D=100), "a device has 100"), (dict(W=9), "these are 9")], ids=str
 )
 def test_what_the_kernel_does_not_take_runs_without_and_says_so_once(
     on_hopper, recwarn, dims, reason

@@ -1,12 +1,19 @@
 """Which calls the Hopper kernels take, and what is said where they do not."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import fastweights.ops.mosaic_gpu.support as support
 from fastweights import ops
+from fastweights.ops import chunked, convolution
+from fastweights.ops.mosaic_gpu import convolution as kernel
+from fastweights.ops.mosaic_gpu import rule
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +61,15 @@ def test_obstacles_on_a_hopper(monkeypatch, arguments, state, channels, reason):
     assert got is None if reason is None else reason in got
 
 
-def test_a_mesh_of_several_devices_is_an_obstacle_unless_the_call_is_cut_by_hand(monkeypatch):
+@pytest.mark.parametrize(
+    ("axis", "kind", "reason"),
+    [
+        ("data", AxisType.Auto, None),
+        ("rows", AxisType.Auto, "not over 'rows'"),
+        ("data", AxisType.Explicit, "not over 'data'"),
+    ],
+)
+def test_meshes_the_kernels_can_be_cut_over(monkeypatch, axis, kind, reason):
     monkeypatch.setattr(support, "on_hopper", lambda: True)
     seen = []
 
@@ -62,10 +77,87 @@ def test_a_mesh_of_several_devices_is_an_obstacle_unless_the_call_is_cut_by_hand
         seen.append(support.obstacle(*arrays(), None, channels=False))
         return x
 
-    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))):
+    with jax.set_mesh(jax.make_mesh((8,), (axis,), axis_types=(kind,))):
         ask(None)
-        cut = jax.shard_map(ask, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-        jax.jit(cut)(jnp.ones(8))
-    with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        cut = jax.shard_map(ask, in_specs=P(axis), out_specs=P(axis), check_vma=False)
+        jax.jit(cut)(jax.device_put(jnp.ones(8), P(axis)))
+    with jax.set_mesh(jax.make_mesh((1,), (axis,))):
         ask(None)
-    assert "8 devices" in seen[0] and seen[1:] == [None, None]
+    assert seen[1:] == [None, None]
+    assert seen[0] is None if reason is None else reason in seen[0]
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """The kernels' XLA twins in their place, on Hopper GPUs that are none; the shapes they see."""
+    shapes = []
+
+    def core(q, k, v, *rest, scale):
+        shapes.append((q.shape, v.shape))
+        return chunked.core(q, k, v, *rest, scale=scale, chunk_size=16)
+
+    def convolve(x, w, bias, reach, *, activation):
+        del reach
+        shapes.append((x.shape, w.shape))
+        form = convolution._weighted_sum
+        return form(convolution._prepend(None, x, w.shape[0] - 1), w, bias, None, activation)
+
+    monkeypatch.setattr(support, "on_hopper", lambda: True)
+    monkeypatch.setattr(rule, "core", core)
+    monkeypatch.setattr(kernel, "short_convolution", convolve)
+    return shapes
+
+
+def close(got, want):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-2, atol=2e-2), got, want)
+
+
+MESH = dict(data=2, fsdp=2, tensor=2)
+
+
+def over_mesh(call, *arrays):
+    """The call's results and gradients over eight devices, and on one."""
+
+    def run(*arrays):
+        out, pull = jax.vjp(call, *arrays)
+        return out, pull(out)
+
+    alone = jax.jit(run)(*arrays)
+    axes = (AxisType.Auto,) * len(MESH)
+    with jax.set_mesh(jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=axes)):
+        return jax.jit(run)(*arrays), alone
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "seen"),
+    [
+        (4, (2, 4), ((1, 20, 1, 64), (1, 20, 2, 64))),
+        (4, (1, 4), ((1, 20, 1, 64), (1, 20, 4, 64))),
+        (3, (2, 2), ((3, 20, 1, 64), (3, 20, 1, 64))),
+    ],
+    ids=["rows and heads", "a head that cannot be cut", "rows that cannot be cut"],
+)
+def test_over_a_mesh_each_device_runs_the_kernels_on_its_part(stand_ins, rows, heads, seen):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    H, G = heads
+    q, k, v = normal(rows, 20, H, 64), normal(rows, 20, H, 64), normal(rows, 20, G, 64)
+    k = k / jnp.linalg.norm(k.astype(jnp.float32), axis=-1, keepdims=True).astype(k.dtype)
+    g = -jnp.abs(normal(rows, 20, G, dtype=jnp.float32))
+    beta = jax.nn.sigmoid(normal(rows, 20, G, dtype=jnp.float32))
+    segments = jnp.asarray(np.repeat([[1, 1, 2, 2]], rows, 0).repeat(5, 1))
+    call = functools.partial(ops.gated_delta_rule, segment_ids=segments)
+    close(*over_mesh(call, q, k, v, g, beta))
+    assert seen in stand_ins
+
+
+def test_over_a_mesh_each_device_convolves_its_part(stand_ins):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((4, 128, 256), (4, 256)))
+    close(*over_mesh(lambda x, w: ops.short_convolution(x, w)[0], x, w))
+    assert ((1, 128, 128), (4, 128)) in stand_ins
+    with pytest.warns(UserWarning, match="multiples of 128 channels, and a device has 64"):
+        over_mesh(lambda x, w: ops.short_convolution(x, w)[0], x[:, :, :128], w[:, :128])
