@@ -1,15 +1,19 @@
 # Each target makes .venv on first use: with uv when present, else with the newest Python >= 3.12.
 # `make demo` trains a hybrid and its recurrent twin; `make test` runs the CPU tests; `make test-aot`
 # compiles the GPU kernels for machines that are not here, in a .venv-aot of its own: with compilers
-# for GPUs installed, jax looks for a GPU at each start.
+# for GPUs installed, jax looks for a GPU at each start. `make test-interop` compares with
+# transformers, in a .venv-interop of its own, since torch is large; where torch is installed
+# elsewhere already, TORCH_PYTHON names the python that has both.
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AOT := $(VENV)-aot
 AOT_STAMP := $(AOT)/.installed
+INTEROP := $(VENV)-interop
+INTEROP_STAMP := $(INTEROP)/.installed
 
-.PHONY: demo test test-aot lint format clean
+.PHONY: demo test test-aot test-interop lint format clean
 
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py --workdir runs/demo
@@ -19,6 +23,14 @@ test: $(STAMP)
 
 test-aot: $(AOT_STAMP)
 	$(AOT)/bin/python -m pytest tests/aot
+
+ifdef TORCH_PYTHON
+test-interop: $(STAMP)
+	TORCH_PYTHON=$(TORCH_PYTHON) $(BIN)/python -m pytest tests/peers
+else
+test-interop: $(INTEROP_STAMP)
+	$(INTEROP)/bin/python -m pytest tests/peers
+endif
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -30,7 +42,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(AOT) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(AOT) $(INTEROP) runs build dist .pytest_cache .ruff_cache
 
 $(STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
 	sh scripts/make_venv.sh $(VENV) dev
@@ -38,4 +50,8 @@ $(STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
 
 $(AOT_STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
 	sh scripts/make_venv.sh $(AOT) dev,aot
+	touch $@
+
+$(INTEROP_STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
+	sh scripts/make_venv.sh $(INTEROP) dev,interop
 	touch $@

@@ -13,11 +13,13 @@ import pathlib
 import jax
 
 from fastweights import cli, interop, sharding
+from fastweights.data import DataConfig
+from fastweights.data.pipeline import TEXT
+from fastweights.data.tokenizer import BYTES, load_tokenizer
 from fastweights.errors import check
 from fastweights.model import DTYPES
-from fastweights.training import optim, run_folder
-from fastweights.training.checkpoint import Checkpoints
-from fastweights.training.state import make_blueprint
+from fastweights.training import run_folder
+from fastweights.training.loading import load_params
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,18 +40,32 @@ def main(argv: list[str] | None = None) -> int:
         interop.express(config.model)  # says what can't be written before anything is loaded
     check(not args.out.exists(), f"'{args.out}' exists already; name a new folder or remove it.")
     mesh = sharding.make_mesh(config.mesh)
-    blueprint = make_blueprint(config.model, optim.make_optimizer(config.optim, config.steps), mesh)
-    with jax.set_mesh(mesh), Checkpoints(args.workdir, config.checkpoint, read_only=True) as saved:
-        step = saved.choose(args.step)
-        params = saved.restore_params(step, blueprint.abstract)
+    with jax.set_mesh(mesh):
+        loaded = load_params(args.workdir, config, mesh, args.step)
         if record is None:
             dtype = args.dtype or config.model.param_dtype
-            name = interop.export_new(params, config.model, args.out, dtype)
+            found = tokenizer_file(config.data, args.workdir)
+            end_id = None
+            if found is not None or config.data.kind == TEXT:
+                end_id = load_tokenizer(found or BYTES).eod_id
+            name = interop.export_new(
+                loaded.params, config.model, args.out, dtype, end_id=end_id, tokenizer=found
+            )
         else:
             name = "as imported"
-            interop.export_imported(params, config.model, record, args.out)
-    print(f"{args.out}: step {step} of '{args.workdir}' ({name})")
+            interop.export_imported(loaded.params, config.model, record, args.out)
+    print(f"{args.out}: step {loaded.step} of '{args.workdir}' ({name})")
     return 0
+
+
+def tokenizer_file(data: DataConfig, workdir: pathlib.Path) -> pathlib.Path | None:
+    """The tokenizer.json of a run; None for one that read bytes or no text."""
+    places = [workdir / interop.TOKENIZER]
+    if data.kind == TEXT and data.text.path:
+        places.append(pathlib.Path(data.text.path) / interop.TOKENIZER)
+    elif data.kind == TEXT and data.text.tokenizer != BYTES:
+        places.append(pathlib.Path(data.text.tokenizer))
+    return next((path for path in places if path.is_file()), None)
 
 
 if __name__ == "__main__":

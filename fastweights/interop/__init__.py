@@ -7,6 +7,7 @@ its table of tensors and its config; `checkpoint.py` reads a folder, `export.py`
 from fastweights.interop.checkpoint import Checkpoint, load_params, open_checkpoint
 from fastweights.interop.export import entries, export_imported, export_new, tensors_of
 from fastweights.interop.express import express
+from fastweights.interop.record import TOKENIZER
 from fastweights.interop.record import load as load_record
 from fastweights.interop.record import save as save_record
 
@@ -15,6 +16,7 @@ DTYPE_FIELDS = ("model.dtype", "model.param_dtype")
 
 __all__ = [
     "DTYPE_FIELDS",
+    "TOKENIZER",
     "Checkpoint",
     "entries",
     "export_imported",

@@ -24,7 +24,7 @@ from fastweights.interop.checkpoint import (
     is_aside,
 )
 from fastweights.interop.express import express
-from fastweights.interop.record import Record
+from fastweights.interop.record import TOKENIZER, Record
 from fastweights.interop.tensors import Row
 from fastweights.model import ModelConfig
 
@@ -53,11 +53,21 @@ def export_imported(params: Any, config: ModelConfig, record: Record, out: pathl
             safetensors.write(partial / file, told, metadata, produce)
 
 
-def export_new(params: Any, config: ModelConfig, out: pathlib.Path, dtype: str) -> str:
+def export_new(
+    params: Any,
+    config: ModelConfig,
+    out: pathlib.Path,
+    dtype: str,
+    *,
+    end_id: int | None = None,
+    tokenizer: pathlib.Path | None = None,
+) -> str:
     """Writes `out` for a model that was trained from scratch here.
 
     Args:
       dtype: of the tensors, but for those that a family keeps in float32.
+      end_id: of the token that ends a text.
+      tokenizer: a tokenizer.json to copy.
 
     Returns:
       The name of its family.
@@ -73,8 +83,13 @@ def export_new(params: Any, config: ModelConfig, out: pathlib.Path, dtype: str) 
     def produce(name: str) -> np.ndarray:
         return _cast(tensor(canonical(name)), tensors[name].dtype, name)
 
+    # Left out, the last three would mean some other model's tokens.
+    ends = {"eos_token_id": end_id, "bos_token_id": None, "pad_token_id": None}
     with new_folder(out) as partial:
-        (partial / "config.json").write_text(json.dumps(tree | {"dtype": dtype}, indent=2) + "\n")
+        written = json.dumps(tree | ends | {"dtype": dtype}, indent=2)
+        (partial / "config.json").write_text(written + "\n")
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, partial / TOKENIZER)
         places = {}
         for i, shard in enumerate(shards, start=1):
             file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"

@@ -43,7 +43,7 @@ def express(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
             fields = Fields(decode(json.loads(json.dumps(written))), family.name)
             back = family.read(fields, config.tie_embeddings)
         except UserError as error:
-            tried.append(([str(error).rstrip(".").split("; ")[0]], family))
+            tried.append((True, [str(error).rstrip(".").split("; ")[0]], family))
             continue
         ours, theirs = _essence(config), _essence(back)
         wrong = [
@@ -53,8 +53,9 @@ def express(config: ModelConfig) -> tuple[Family, dict[str, Any]]:
         ]
         if not wrong:
             return family, written
-        tried.append((wrong, family))
-    reasons, family = min(tried, key=lambda pair: len(pair[0]))
+        tried.append((False, wrong, family))
+    # One whose config can't even be read back is the last to be called near.
+    _, reasons, family = min(tried, key=lambda found: (found[0], len(found[1])))
     raise UserError(
         f"this model can't be exported, {family.name} being the nearest published family: "
         f"{'; '.join(reasons)}."

@@ -60,7 +60,9 @@ def read(fields: Fields, tied: bool) -> ModelConfig:
 def write(config: ModelConfig) -> dict[str, Any]:
     """The config.json of a model."""
     g, a = config.mixers.G, config.mixers.A
+    usual = a.head_dim == config.d_model // a.num_heads
     return {
+        **({} if usual else {"head_dim": a.head_dim}),
         "architectures": ["OlmoHybridForCausalLM"],
         "model_type": "olmo_hybrid",
         "vocab_size": config.vocab_size,
