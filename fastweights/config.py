@@ -164,6 +164,11 @@ def call_config_file(spec: str, function: str, *, pass_arg: bool) -> Any:
         ) from error
 
 
+def defines(spec: str, function: str) -> bool:
+    """Whether a config file, known to load, has a function of that name."""
+    return function in runpy.run_path(spec.partition(":")[0])
+
+
 def parse_arg(arg: str | None, **options: Any) -> ConfigDict:
     """Reads `size=150m,runlocal`: a bare name means True, a value takes its default's type.
 

@@ -1,7 +1,7 @@
 """Sweeps: points from axes, their names, and which of them train as one program.
 
 A sweep config has a `sweep()` beside `get_config`, which gives one dict of dotted overrides a
-point; `grid` makes them from axes.
+point; `grid` makes them from axes. The key `arg` hands `get_config` its argument.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from fastweights.training import group, run_folder
 
 SEEDS = (0, 1, 2)
 GROUPS = ".groups"
+ARG = "arg"
 
 
 def learning_rates(top: float, count: int = 4) -> tuple[float, ...]:
@@ -65,9 +66,10 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its folder's name, its overrides, and the config that they give."""
+    """One run of a sweep: its folder's name, the spec and overrides that give its config."""
 
     name: str
+    spec: str
     fields: tuple[str, ...]
     config: config_lib.Config
 
@@ -86,10 +88,13 @@ def read_points(spec: str, overrides: Sequence[str]) -> list[Point]:
     )
     for point in found:
         name = run_name(point)
+        arg = point.get(ARG, "")
+        full = f"{spec}:{arg}" if arg else spec
         check(name not in points, f"{spec}: two points of sweep() are both '{name}'; drop one.")
-        fields = (*overrides, *(f"{path}={value}" for path, value in point.items()))
+        set_fields = (f"{path}={value}" for path, value in point.items() if path != ARG)
+        fields = (*overrides, *set_fields)
         try:
-            points[name] = Point(name, fields, config_lib.load(spec, fields))
+            points[name] = Point(name, full, fields, config_lib.load(full, fields))
         except UserError as error:
             raise UserError(f"{spec}: sweep point '{name}': {error}") from error
     check(bool(points), f"{spec}: sweep() yields no point; yield one dict of overrides a run.")
@@ -97,8 +102,11 @@ def read_points(spec: str, overrides: Sequence[str]) -> list[Point]:
 
 
 def run_name(point: Mapping[str, Any]) -> str:
-    """`pattern=GA,lr=0.003,seed=0`: the last part of each field."""
-    return ",".join(f"{path.split('.')[-1]}={value}" for path, value in point.items())
+    """`pattern=GA,lr=0.003,seed=0`: the last part of each field; an `arg` stands for itself."""
+    return ",".join(
+        str(value) if path == ARG else f"{path.split('.')[-1]}={value}"
+        for path, value in point.items()
+    )
 
 
 def state(workdir: pathlib.Path, point: Point) -> str:
@@ -128,7 +136,7 @@ class Unit:
         return f"{self.points[0].name} and {len(self.points) - 1} more"
 
 
-def plan(workdir: pathlib.Path, spec: str, points: Sequence[Point], most: int) -> list[Unit]:
+def plan(workdir: pathlib.Path, points: Sequence[Point], most: int) -> list[Unit]:
     """What is left to train: groups that were begun, then new groups and single runs.
 
     A group's state is of its members and of no others, so one that was begun stays as it is, also
@@ -136,19 +144,14 @@ def plan(workdir: pathlib.Path, spec: str, points: Sequence[Point], most: int) -
 
     Args:
       workdir: folder of the runs.
-      spec: the sweep config, for processes that train a group.
-      points: those to train; none of them done or failed, unless a group that was begun has it.
+      points: all of the sweep; those that are done or failed are left out.
       most: members of a group at most.
     """
     by_name = {point.name: point for point in points}
     units = []
     for path in sorted((workdir / GROUPS).glob("*/group.json")):
-        noted = read_json(path)["points"]
-        same = [by_name.get(name) for name, fields in noted.items()]
-        if all(
-            point is not None and list(point.fields) == fields
-            for point, fields in zip(same, noted.values(), strict=True)
-        ):
+        noted = read_json(path)
+        if all(name in by_name and _noted(by_name[name]) == noted[name] for name in noted):
             unit = Unit(tuple(by_name.pop(name) for name in noted), path.parent)
             if any(state(workdir, point) == "open" for point in unit.points):
                 units.append(unit)
@@ -160,33 +163,32 @@ def plan(workdir: pathlib.Path, spec: str, points: Sequence[Point], most: int) -
         alike.setdefault(key, []).append(point)
     for members in alike.values():
         for part in itertools.batched(members, most):
-            units.append(_unit(workdir, spec, part))
+            units.append(_unit(workdir, part))
     return units
 
 
-def _unit(workdir: pathlib.Path, spec: str, points: tuple[Point, ...]) -> Unit:
+def _unit(workdir: pathlib.Path, points: tuple[Point, ...]) -> Unit:
     if len(points) == 1:
         return Unit(points, workdir / points[0].name)
-    noted = {point.name: list(point.fields) for point in points}
-    text = config_lib.json_text({"config": spec, "points": noted})
-    folder = workdir / GROUPS / hashlib.sha256(text.encode()).hexdigest()[:12]
-    return Unit(points, folder)
+    text = config_lib.json_text({point.name: _noted(point) for point in points})
+    return Unit(points, workdir / GROUPS / hashlib.sha256(text.encode()).hexdigest()[:12])
 
 
-def note_group(unit: Unit, spec: str) -> None:
+def _noted(point: Point) -> list[Any]:
+    return [point.spec, list(point.fields)]
+
+
+def note_group(unit: Unit) -> None:
     """Writes what a process needs to train a group; it marks the group as begun."""
     unit.folder.mkdir(parents=True, exist_ok=True)
-    noted = {point.name: list(point.fields) for point in unit.points}
-    write_atomic(
-        unit.folder / "group.json", config_lib.json_text({"config": spec, "points": noted})
-    )
+    noted = {point.name: _noted(point) for point in unit.points}
+    write_atomic(unit.folder / "group.json", config_lib.json_text(noted))
 
 
 def read_group(folder: pathlib.Path) -> dict[pathlib.Path, config_lib.Config]:
     """Run folder -> config of a group's members."""
-    noted = read_json(folder / "group.json")
     runs = folder.parent.parent
     return {
-        runs / name: config_lib.load(noted["config"], fields)
-        for name, fields in noted["points"].items()
+        runs / name: config_lib.load(spec, fields)
+        for name, (spec, fields) in read_json(folder / "group.json").items()
     }

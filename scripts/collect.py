@@ -88,11 +88,9 @@ def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[st
     results = sorted(run.glob(f"evals/{name}-*.json"), key=result_step)
     if not results:
         cause = run_folder.failure(run)
-        status = (
-            f"failed: {cause}"
-            if cause
-            else (f"unfinished at step {last['step']} of {config.steps}")
-        )
+        status = f"unfinished at step {last['step']} of {config.steps}"
+        if cause or run_folder.is_done(run):
+            status = f"failed: {cause}" if cause else f"done without the eval {name}"
         return [{**common, "status": status, "state_bytes": state_bytes(config, {})}]
     status = "done" if run_folder.is_done(run) else "unfinished"
     found = read_result(results[-1])

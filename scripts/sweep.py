@@ -3,7 +3,8 @@
     python scripts/sweep.py --config configs/sweep_ratio.py --workdir runs/ratio [--jobs 2]
 
 The config file has, beside `get_config(arg)`, a `sweep()` that yields one dict of dotted overrides
-a point, such as {"model.pattern": "GA", "seed": 0}; `fastweights.sweeps.grid` makes them from axes.
+a point, such as {"model.pattern": "GA", "seed": 0}; `fastweights.sweeps.grid` makes them from axes,
+and the key "arg" hands `get_config` its argument.
 Each point is a run in a folder named after its overrides. With `data.on_device=true` points that
 differ in seed and learning rate alone train as one program.
 
@@ -33,13 +34,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workdir", required=True, type=pathlib.Path, help="folder of the runs")
     parser.add_argument("--jobs", type=int, default=1, help="processes at the same time")
     parser.add_argument("--group", type=int, default=16, help="runs in one program at most")
+    parser.add_argument("--only", default="", help="run only points whose name has this in it")
     parser.add_argument("--retry", action="store_true", help="try failed points again")
     parser.add_argument("--dry_run", action="store_true", help="list the points, run nothing")
     args, overrides = cli.parse(parser, argv)
     check(args.jobs >= 1, f"--jobs is {args.jobs}; use 1 or more.")
     check(args.group >= 1, f"--group is {args.group}; use 1 (no groups) or more.")
 
-    points = sweeps.read_points(args.config, overrides)
+    points = [p for p in sweeps.read_points(args.config, overrides) if args.only in p.name]
+    check(bool(points), f"--only '{args.only}' is in no point's name; see them with --dry_run.")
     print(f"{len(points)} runs in {args.workdir}", flush=True)
     if args.dry_run:
         print("\n".join(point.name for point in points))
@@ -47,14 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     for point in points:
         if args.retry and sweeps.state(args.workdir, point) == "failed":
             (args.workdir / point.name / "FAILED").unlink()
-    units = sweeps.plan(args.workdir, args.config, points, args.group)
+    units = sweeps.plan(args.workdir, points, args.group)
     waiting = {point.name for unit in units for point in unit.points}
     for point in points:
         if point.name not in waiting:
             tell(args.workdir, point)
     started = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        tasks = [pool.submit(run_unit, args.config, args.workdir, unit) for unit in units]
+        tasks = [pool.submit(run_unit, args.workdir, unit) for unit in units]
         try:
             for task in tasks:
                 task.result()
@@ -78,15 +81,15 @@ def tell(workdir: pathlib.Path, point: sweeps.Point) -> None:
         )
 
 
-def run_unit(spec: str, workdir: pathlib.Path, unit: sweeps.Unit) -> None:
+def run_unit(workdir: pathlib.Path, unit: sweeps.Unit) -> None:
     """Trains one point or group in a process of its own, its output in `log.txt`."""
     try:
         if len(unit.points) > 1:
-            sweeps.note_group(unit, spec)
+            sweeps.note_group(unit)
             command = [sys.executable, str(ROOT / "scripts/train_group.py"), str(unit.folder)]
         else:
             unit.folder.mkdir(parents=True, exist_ok=True)
-            command = [sys.executable, str(ROOT / "train.py"), "--config", spec]
+            command = [sys.executable, str(ROOT / "train.py"), "--config", unit.points[0].spec]
             command += ["--workdir", str(unit.folder)]
             command += [f"--config.{field}" for field in unit.points[0].fields]
     except OSError as error:

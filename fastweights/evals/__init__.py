@@ -12,16 +12,28 @@ from rich.table import Table
 
 from fastweights.data import DataConfig
 from fastweights.errors import check
-from fastweights.evals import length, perplexity, recall
+from fastweights.evals import ablation, age, ar_hits, length, perplexity, recall, state_rank
 from fastweights.evals.forward import Context
 from fastweights.evals.harness import PREFIX, HarnessEval
 from fastweights.evals.result import Result
+from fastweights.evals.text_recall import MQAR_TEXT, NIAH, PHONEBOOK
 from fastweights.files import write_atomic
 
+STOPS_ON = "recall/mean"
 # Each has `evaluate(context, params) -> Result` and `check_fits(data)`, which raises `UserError`
 # for data that the eval has nothing to say of.
-STOPS_ON = "recall/mean"
-EVALS = {"recall": recall, "ppl": perplexity, "length": length}
+EVALS: dict[str, Any] = {
+    "recall": recall,
+    "ppl": perplexity,
+    "length": length,
+    "ablation": ablation,
+    "age": age,
+    "state_rank": state_rank,
+    "ar_hits": ar_hits,
+    "niah": NIAH,
+    "phonebook": PHONEBOOK,
+    "mqar_text": MQAR_TEXT,
+}
 KNOWN = f"{', '.join(EVALS)}, {PREFIX}TASK"
 
 

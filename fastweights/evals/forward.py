@@ -31,7 +31,7 @@ class Context:
         workdir: pathlib.Path | None = None,
     ):
         """`workdir` is the run's folder, for evals that look for a tokenizer there."""
-        self.config, self.workdir = config, workdir
+        self.config, self.graphdef, self.workdir = config, graphdef, workdir
         self.rows = config.batch_size // config.accum_steps
         self._placement = sharding.batch_sharding(mesh)
 

@@ -130,18 +130,18 @@ def test_a_killed_sweep_of_a_group_ends_with_the_table_of_an_undisturbed_one(tmp
     config = tmp_path / "config.py"
     config.write_text(GROUPED)
     points = sweeps.read_points(str(config), [])
-    (whole,) = sweeps.plan(tmp_path / "whole", str(config), points[:3], most=16)
-    sweeps.note_group(whole, str(config))
+    (whole,) = sweeps.plan(tmp_path / "whole", points[:3], most=16)
+    sweeps.note_group(whole)
     train_group.main([str(whole.folder)])
 
     runs_folder = tmp_path / "runs"
     # Begun by a sweep that had a point less: the group stays one of three.
-    (begun,) = sweeps.plan(runs_folder, str(config), points[:3], most=16)
-    sweeps.note_group(begun, str(config))
+    (begun,) = sweeps.plan(runs_folder, points[:3], most=16)
+    sweeps.note_group(begun)
     process = start("scripts/train_group.py", begun.folder)
     kill_at_step(process, runs_folder / points[0].name, 5)
     assert not any((runs_folder / point.name / "DONE").is_file() for point in points)
-    sizes = [len(u.points) for u in sweeps.plan(runs_folder, str(config), points, most=16)]
+    sizes = [len(u.points) for u in sweeps.plan(runs_folder, points, most=16)]
     assert sizes == [3, 1]
     train_group.main([str(begun.folder)])
     assert not begun.folder.exists()
@@ -159,7 +159,7 @@ def test_points_alike_but_for_seed_and_rate_are_one_program_unless_that_is_too_l
 
     def sizes(most, *fields):
         points = sweeps.read_points(str(config), list(fields))
-        return [len(unit.points) for unit in sweeps.plan(tmp_path, str(config), points, most)]
+        return [len(unit.points) for unit in sweeps.plan(tmp_path, points, most)]
 
     assert sizes(16) == [4, 4]
     assert sizes(3) == [3, 1, 3, 1]
@@ -175,7 +175,7 @@ def test_failed_points_are_tried_again_only_when_asked(tmp_path):
     (folder / "config.json").write_text(config_lib.to_json(points[1].config))
     run_folder.mark_failed(folder, "out of\nmemory")
     assert sweeps.state(tmp_path, points[1]) == "failed"
-    (unit,) = sweeps.plan(tmp_path, str(config), points, most=16)
+    (unit,) = sweeps.plan(tmp_path, points, most=16)
     assert [point.name for point in unit.points] == [points[i].name for i in (0, 2, 3)]
     (row,) = table(tmp_path)
     assert row["status"] == "failed: out of memory" and row["seed"] == 1

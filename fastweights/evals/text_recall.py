@@ -1,0 +1,254 @@
+"""Recall asked of a language model as text, in its own tokenizer: needles, phone books, pairs.
+
+Each prompt ends with (or, for pairs, has in it) answers that only its own text can tell. A token of
+an answer counts when it is the model's likeliest, all tokens before it given; a prompt counts when
+all of them do. Everything is scored twice, by one run over the whole prompt and by prefill and
+then single tokens through the cache; both must agree.
+
+Array legend: B prompts, T tokens.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fastweights.data import DataConfig, open_text
+from fastweights.data.pipeline import TEXT
+from fastweights.data.tokenizer import Tokenizer
+from fastweights.errors import check
+from fastweights.evals.forward import Context
+from fastweights.evals.result import Result
+from fastweights.model import bind
+from fastweights.tasks import lookup
+from fastweights.tasks.base import IGNORE, stream
+
+Pieces = list[tuple[str, bool]]
+"""A prompt as texts in a row; True marks answers."""
+
+PROMPTS = 32
+SEED = 0
+TEXT_STREAM = 3
+
+# fmt: off
+FIRST_NAMES = ["Ada", "Ben", "Cleo", "Dora", "Emil", "Finn", "Greta", "Hugo", "Ida", "Jonas",
+               "Kira", "Lars", "Mona", "Nils", "Olga", "Paul"]
+LAST_NAMES = ["Adler", "Berg", "Conrad", "Dorn", "Engel", "Falk", "Gross", "Hahn", "Iken", "Jung",
+              "Koch", "Lang", "Moser", "Nagel"]
+# fmt: on
+
+
+@dataclasses.dataclass(frozen=True)
+class TextRecall:
+    """An eval of `PROMPTS` prompts a size; sizes are halved from the largest that fits.
+
+    Attributes:
+      name: of the eval.
+      make: (generator, size) -> prompt. A size is what makes it long: characters of text, or lines.
+      least: the smallest size that is worth asking.
+      most: the largest that can be made.
+    """
+
+    name: str
+    make: Callable[[np.random.Generator, int], Pieces]
+    least: int
+    most: int
+
+    def check_fits(self, data: DataConfig) -> None:
+        """Raises `UserError` unless the data are text."""
+        check(
+            data.kind == TEXT,
+            f"data.kind is '{data.kind}', but the eval {self.name} asks in text; use recall.",
+        )
+
+    def evaluate(self, context: Context, params: Any) -> Result:
+        """Rows for the largest size whose prompts fit a training row, a half and a quarter of it.
+
+        Raises:
+          UserError: the smallest prompt is longer than a training row, or the tokenizer can't
+            spell one.
+        """
+        data = context.config.data
+        tokenizer = open_text(data).tokenizer
+        largest = self._largest(tokenizer, data.length)
+        rows = []
+        for size in sorted({max(largest // part, self.least) for part in (4, 2, 1)}):
+            batch = encode(self._prompts(size), tokenizer)
+            rows.append({"slice": f"size {size}", **self._score(context, params, batch)})
+        mean = float(np.mean([row["recall"] for row in rows]))
+        agree = min(row["agree"] for row in rows)
+        return Result({"mean": mean, "agree": agree}, rows)
+
+    def _prompts(self, size: int) -> list[Pieces]:
+        rng = stream(SEED, TEXT_STREAM, size)
+        return [self.make(rng, size) for _ in range(PROMPTS)]
+
+    def _largest(self, tokenizer: Tokenizer, length: int) -> int:
+        """By halving: the largest size at which all prompts fit into `length` tokens."""
+
+        def fits(size: int) -> bool:
+            return encode(self._prompts(size), tokenizer)["tokens"].shape[1] <= length
+
+        check(
+            fits(self.least),
+            f"the shortest prompt of the eval {self.name} is longer than data.length {length}; "
+            "lengthen the rows of the data.",
+        )
+        low, high = self.least, self.least * 2
+        while high < self.most and fits(high):
+            low, high = high, high * 2
+        high = min(high, self.most)
+        while high - low > max(low // 16, 1):
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low
+
+    def _score(self, context: Context, params: Any, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        pieces = [
+            {name: values[i : i + context.rows] for name, values in batch.items()}
+            for i in range(0, PROMPTS, context.rows)
+        ]
+        padded = [_fill_rows(piece, context.rows) for piece in pieces]
+        scored = list(context.scores(params, padded))
+        correct_BT, nll_BT = (
+            np.concatenate([getattr(losses, name) for _, losses in scored])[:PROMPTS]
+            for name in ("correct_BT", "nll_BT")
+        )
+        decoded_BT, decoded_nll_BT = decode(context, params, batch)
+        asked_BT = batch["targets"] != IGNORE
+        return {
+            "length": batch["tokens"].shape[1],
+            "recall": float(correct_BT[asked_BT].mean()),
+            "whole": float((correct_BT | ~asked_BT).all(axis=1).mean()),
+            "nll": float(nll_BT[asked_BT].mean()),
+            "decoded": float(decoded_BT[asked_BT].mean()),
+            "agree": float((correct_BT == decoded_BT)[asked_BT].mean()),
+            "nll_gap": float(np.abs(nll_BT - decoded_nll_BT)[asked_BT].max()),
+            "answers": int(asked_BT.sum()),
+        }
+
+
+def decode(
+    context: Context, params: Any, batch: dict[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Correctness and loss [B, T], by prefill up to the first answer and one token a call after it.
+
+    Positions before the first answer hold False and 0.
+    """
+    tokens_BT, targets_BT = jnp.asarray(batch["tokens"]), batch["targets"]
+    asked_T = (targets_BT != IGNORE).any(axis=0)
+    start, stop = int(asked_T.argmax()), int(np.flatnonzero(asked_T)[-1]) + 1
+
+    @jax.jit
+    def run(params: Any, tokens_BT: jax.Array, targets_B: jax.Array, cache: Any) -> Any:
+        logits_BTV, cache = bind(context.graphdef, params)(tokens_BT, cache=cache)
+        logs_BV = jax.nn.log_softmax(logits_BTV[:, -1].astype(jnp.float32))
+        # No target is -1, whose loss nobody reads.
+        nll_B1 = -jnp.take_along_axis(logs_BV, jnp.maximum(targets_B, 0)[:, None], axis=1)
+        return (jnp.argmax(logs_BV, axis=1) == targets_B, nll_B1[:, 0]), cache
+
+    cache = bind(context.graphdef, params).init_cache(*tokens_BT.shape)
+    correct_BT, nll_BT = np.zeros(targets_BT.shape, bool), np.zeros(targets_BT.shape)
+    done = 0
+    for t in range(start, stop):
+        piece = (tokens_BT[:, done : t + 1], jnp.asarray(targets_BT[:, t]))
+        (correct_BT[:, t], nll_BT[:, t]), cache = run(params, *piece, cache)
+        done = t + 1
+    return correct_BT, nll_BT
+
+
+def encode(prompts: list[Pieces], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    """A batch of prompts, filled up at the end; the answers' tokens are the only targets.
+
+    Raises:
+      UserError: the tokenizer does not give a prompt's text back.
+    """
+    texts = [text for pieces in prompts for text, _ in pieces]
+    ids = iter(tokenizer.encode_many(texts))
+    rows = []
+    for pieces in prompts:
+        parts = [(next(ids), is_answer) for _, is_answer in pieces]
+        tokens = np.concatenate([part for part, _ in parts])
+        answers = np.concatenate([np.full(len(part), is_answer) for part, is_answer in parts])
+        text = "".join(text for text, _ in pieces)
+        check(
+            tokenizer.decode(tokens) == text,
+            f"the tokenizer can't spell the prompt {text[-40:]!r}: it decodes to "
+            f"{tokenizer.decode(tokens)[-40:]!r}; use one that keeps all characters, or bytes.",
+        )
+        rows.append((tokens[:-1], np.where(answers[1:], tokens[1:], IGNORE)))
+    length = max(len(tokens) for tokens, _ in rows)
+
+    def laid(row: np.ndarray, empty: int) -> np.ndarray:
+        return np.pad(row, (0, length - len(row)), constant_values=empty).astype(np.int32)
+
+    batch = {
+        "tokens": np.stack([laid(tokens, 0) for tokens, _ in rows]),
+        "targets": np.stack([laid(targets, IGNORE) for _, targets in rows]),
+    }
+    ones = np.ones_like(batch["tokens"])
+    return batch | {"segment_ids": ones, "positions": np.cumsum(ones, axis=1, dtype=np.int32) - 1}
+
+
+def _fill_rows(batch: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
+    missing = ((0, rows - len(batch["tokens"])), (0, 0))
+    empty = {"targets": IGNORE}
+    return {
+        name: np.pad(values, missing, constant_values=empty.get(name, 0))
+        for name, values in batch.items()
+    }
+
+
+def _word(rng: np.random.Generator) -> str:
+    """Three syllables."""
+    consonants, vowels = lookup.CONSONANTS.decode(), lookup.VOWELS.decode()
+    return "".join(
+        consonants[rng.integers(len(consonants))] + vowels[rng.integers(len(vowels))]
+        for _ in range(3)
+    )
+
+
+def _number(rng: np.random.Generator) -> str:
+    return "".join(str(digit) for digit in rng.integers(10, size=lookup.DIGITS))
+
+
+def needle(rng: np.random.Generator, size: int) -> Pieces:
+    """`size` characters of help text with one needle at a random place, then its question."""
+    text = lookup.haystack().tobytes().decode()
+    start, depth = int(rng.integers(len(text) - size)), int(rng.integers(size))
+    hay = text[start : start + size]
+    question, number = f" The code of {_word(rng)} is", f" {_number(rng)}"
+    told = f"{hay[:depth]}{question}{number}.{hay[depth:]}"
+    return [(told + question, False), (number, True)]
+
+
+def phone_book(rng: np.random.Generator, size: int) -> Pieces:
+    """`size` lines of names and numbers, two looked up and one to look up."""
+    everyone = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+    names = [everyone[i] for i in rng.permutation(len(everyone))[:size]]
+    book = {name: f" {_number(rng)}" for name in names}
+    lines = "".join(f"{name}:{number}\n" for name, number in book.items())
+    *shown, asked = [names[i] for i in rng.permutation(len(names))[:3]]
+    shots = "".join(f"{name}:{book[name]}\n" for name in shown)
+    return [(f"{lines}\n{shots}{asked}:", False), (book[asked], True)]
+
+
+def pairs(rng: np.random.Generator, size: int) -> Pieces:
+    """`size` words with a number each, then all of them again in another order."""
+    words: dict[str, str] = {}
+    while len(words) < size:
+        words[_word(rng)] = f" {rng.integers(10, 100)}"
+    told = "".join(f"{word}{number}\n" for word, number in words.items())
+    pieces: Pieces = [(f"{told}\n", False)]
+    for i in rng.permutation(size):
+        word = list(words)[i]
+        pieces += [(f"{word}", False), (words[word], True), ("\n", False)]
+    return pieces
+
+
+NIAH = TextRecall("niah", needle, least=32, most=200_000)
+PHONEBOOK = TextRecall("phonebook", phone_book, least=3, most=200)
+MQAR_TEXT = TextRecall("mqar_text", pairs, least=2, most=400)
