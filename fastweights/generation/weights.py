@@ -34,23 +34,28 @@ def for_decoding(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
       Parameters with matrices in the compute dtype.
     """
     dtype, layout = jnp.dtype(config.dtype), config.layout
+
+    def take(tree: Any, group: int | None) -> Any:
+        """One group's share, its matrices cast: no second copy in the wide dtype ever exists."""
+
+        def one(path: Any, leaf: jax.Array) -> jax.Array:
+            leaf = leaf if group is None else leaf[group]
+            # Every module casts its matrices before it multiplies, so that casting once changes no
+            # result. Gates, norms and systems stay as wide as they are.
+            return leaf.astype(dtype) if path[-1].key in MATRICES else leaf
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
     layers = {}
     for index in range(len(layout.letters)):
         group, place = divmod(index, len(layout.group) or 1)
         if group < layout.num_groups:
-            stacked = params["groups"][f"layer_{place}"]
-            layers[f"layer_{index}"] = jax.tree.map(lambda x, group=group: x[group], stacked)
+            layers[f"layer_{index}"] = take(params["groups"][f"layer_{place}"], group)
         else:
             place = index - layout.num_groups * len(layout.group)
-            layers[f"layer_{index}"] = params["tail"][f"layer_{place}"]
-    whole = {n: x for n, x in params.items() if n not in ("groups", "tail")} | {"tail": layers}
-
-    def cast(path: Any, leaf: jax.Array) -> jax.Array:
-        # Every module casts its matrices before it multiplies, so that casting once changes no
-        # result. Gates, norms and systems stay as wide as they are.
-        return leaf.astype(dtype) if path[-1].key in MATRICES else leaf
-
-    return jax.tree_util.tree_map_with_path(cast, whole)
+            layers[f"layer_{index}"] = take(params["tail"][f"layer_{place}"], None)
+    rest = {name: part for name, part in params.items() if name not in ("groups", "tail")}
+    return take(rest, None) | {"tail": layers}
 
 
 class Placement(NamedTuple):

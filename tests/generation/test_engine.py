@@ -97,6 +97,9 @@ def test_draws_depend_on_seed_and_number_and_not_on_the_batch():
     both = generated(engine, [PROMPTS[1], PROMPTS[1]], first_index=5)
     assert not np.array_equal(both[0], both[1])
     np.testing.assert_array_equal(generated(engine, [PROMPTS[1]], first_index=6)[0], both[1])
+    # A later burst draws anew.
+    bursts = [engine.decode(*engine.prefill(PROMPTS[1:2]), start)[2] for start in (0, 5)]
+    assert not np.array_equal(*bursts)
 
 
 def test_layers_apart_are_the_same_model():
@@ -159,9 +162,11 @@ def test_log_likelihoods_are_those_of_the_full_forward(alone):
         np.testing.assert_allclose(score.log_likelihood, picked.sum(), rtol=1e-5, atol=1e-5)
         assert score.greedy == bool(np.all(row[asked].argmax(axis=1) == ids[asked + 1]))
     # What greedy decoding gives is greedy.
-    own = np.concatenate([PROMPTS[1], next(alone.generate(PROMPTS[1:2]))[0, :4]])
+    own = np.concatenate([PROMPTS[3], next(alone.generate(PROMPTS[3:]))[0, :16]])
     changed = np.concatenate([own[:-1], (own[-1:] + 1) % tiny_models.VOCAB])
-    assert [s.greedy for s in scorer.score([(own, 4), (changed, 4)])] == [True, False]
+    # The second text misses in an earlier chunk, the third in its last token.
+    found = scorer.score([(own, 16), (own, 30), (changed, 16)])
+    assert [score.greedy for score in found] == [True, False, False]
     with pytest.raises(UserError, match="3 of a text's 3 tokens are to be scored"):
         scorer.score([(PROMPTS[1], 3)])
 

@@ -42,6 +42,7 @@ def test_pieces_are_whole_letters_and_join_to_the_text(size, prompt):
         (("字 🙂",), "Ä naïve 漢"),
         # The one that comes first in the text ends it, whatever their order.
         (("<end>", "costs", "<"), TEXT.split("costs")[0]),
+        (("sts", "costs"), TEXT.split("costs")[0]),
         (("never",), TEXT),
         (("no end.", "<end> was"), TEXT),
     ],
@@ -52,7 +53,7 @@ def test_a_stop_string_ends_the_text_and_is_not_part_of_it(size, stop, kept):
     assert done.finish == ("length" if kept == TEXT else "stop")
     if kept != TEXT and size == 1:
         # It ends with the token that completes the stop string.
-        (met,) = (s for s in stop if TEXT.startswith(s, len(kept)))
+        met = next(s for s in stop if TEXT.startswith(s, len(kept)))
         assert done.tokens == len(encode(kept + met))
 
 
