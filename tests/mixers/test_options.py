@@ -13,6 +13,8 @@ BAD = [
     ("A", dict(num_heads=6, num_kv_heads=4), r"num_heads is 6, which num_kv_heads 4 .*multiple"),
     ("A", dict(rope_fraction=1.5), r"rope_fraction is 1.5; .*between 0 and 1"),
     ("A", dict(head_dim=6, rope_fraction=0.5), r"turns 3 channels; .*even"),
+    ("A", dict(qk_norm_over="rows"), r"qk_norm_over is 'rows'; choose 'head' or 'row'"),
+    ("G", dict(norm_eps=-1.0), r"norm_eps is -1.0; give a positive number, or 0"),
     ("A", dict(head_dim=8, rope_fraction=0.01), r"turns 0 channels; .*0 for none"),
     ("A", dict(rope_theta=0.0), r"rope_theta is 0.0; give a positive"),
     ("A", dict(logit_cap=-1.0), r"logit_cap is -1.0; give a positive number, or 0 for none"),

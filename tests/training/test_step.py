@@ -83,6 +83,12 @@ def test_muon_trains_alike_on_a_mesh():
     assert_same_training(tiny(*muon), tiny(*muon, *MESHES[1]), other_devices=8)
 
 
+def test_experts_train_alike_on_a_mesh():
+    experts = (*PLAIN, "model.mlp=moe", "model.moe.num_experts=4", "model.moe.dim=8")
+    experts += ("model.moe.shared_dim=8", "balance_loss=0.1")
+    assert_same_training(tiny(*experts), tiny(*experts, *MESHES[1]), other_devices=8)
+
+
 def test_parameters_are_really_cut_over_the_mesh():
     _, state, _ = setup(tiny(*MESHES[1]), 8)
     kernel = state["params"]["groups"]["layer_0"]["mixer"]["qkv"]["q"]["kernel"]
