@@ -38,7 +38,9 @@ from fastweights.ops.mosaic_gpu.tiles import (
     fence_reads,
     hidden_zero,
     in_layout,
+    is_wide,
     issue,
+    multiply,
     plgpu,
     read,
     slot,
@@ -85,7 +87,7 @@ def scan_backward(
     chunks = length // CHUNK
     steps = chunks // pieces
     delta = A_BGNCC is not None
-    computing = computing_warpgroups(value_dim)
+    computing, wide = computing_warpgroups(value_dim, key_dim), is_wide(key_dim)
     parts = value_dim // (computing * WIDTH)
     bytes_fixed, bytes_stage = _bytes(key_dim, computing, delta, ends_only)
     stages = max(1, min(3, steps, (SHARED_MEMORY - bytes_fixed) // bytes_stage))
@@ -124,7 +126,7 @@ def scan_backward(
                 plgpu.barrier_wait(full.at[here])
                 here = here + hidden_zero(simulate)
                 key, query, do = keys.at[here], queries.at[here], dos.at[here, me]
-                dS_low = dS.astype(BF16)
+                dS_low: Any = dS.astype(BF16)
 
                 def read_decay():
                     return along_columns(reads.at[here], shape)
@@ -133,23 +135,37 @@ def scan_backward(
                     return along_columns(writes.at[here], shape)
 
                 def store_state():
-                    if not ends_only:
+                    if not wide and not ends_only:
                         store(stores[0].at[me], dS_low, results[1].at[b, h, n, mine, :], False)
+
+                if wide:  # products read the rounded gradient from its buffer
+                    buffer = stores[0].at[me + hidden_zero(simulate)]
+                    store(buffer, dS_low, results[1].at[b, h, n, mine, :], False)
+                    dS_low = buffer
 
                 def store_dv(dV):
                     if not ends_only:
                         store(stores[1].at[me], dV, results[0].at[b, tokens, h, mine], True)
 
+                def decayed_do():
+                    x = in_layout(plgpu.load(transposed(do), layout=MATRIX)).astype(F32)
+                    return (x * (scale * read_decay())).astype(BF16)
+
                 def start(y, du):
                     issue(y, dS_low, transposed(key))
                     issue(du, transposed(do), scores.at[here])
                     store_state()
-                    decayed = in_layout(plgpu.load(transposed(do), layout=MATRIX)).astype(F32)
-                    decayed = (decayed * (scale * read_decay())).astype(BF16)
+                    decayed = decayed_do()
                     Y = read(y, 1) * write_decay()
                     return (read(du) + Y).astype(BF16), decayed
 
-                dU, do_decayed = with_sums(start, [shape, shape], simulate)
+                if wide:  # the two sums do not fit side by side
+                    Y = multiply([(dS_low, transposed(key))], shape, simulate) * write_decay()
+                    add = functools.partial(issue, left=transposed(do), right=scores.at[here])
+                    (dU,) = continue_sums(lambda sums: add(sums[0]), [Y], simulate)
+                    dU, do_decayed = dU.astype(BF16), decayed_do()
+                else:
+                    dU, do_decayed = with_sums(start, [shape, shape], simulate)
                 keep = reads[here, CHUNK - 1]
                 if delta:
 

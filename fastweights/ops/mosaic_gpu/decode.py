@@ -1,14 +1,16 @@
 """One token of every rule with one decay a head: each state element is read once and written once.
 
-A block is one warpgroup with 64 columns of one head's state in registers, so nothing is shared and
-nothing waits but for memory. The four warps lie side by side along V, and K is spread over a
-thread's registers and eight lanes: sums over K are additions and three shuffles, in float32.
+A block is one warpgroup with 64 columns of one head's state (32 of a wide one) in registers, so
+nothing is shared and nothing waits but for memory. The four warps lie side by side along V, and K
+is spread over a thread's registers and eight lanes: sums over K are additions and three shuffles,
+in float32.
 
 Shapes: B batch, H query/key heads, G value heads (value head j reads query/key head j // (G // H)),
 K key dim, V value dim.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +20,17 @@ from fastweights.ops import reference
 from fastweights.ops.mosaic_gpu.support import TILE
 from fastweights.ops.mosaic_gpu.tiles import F32, call, digits, plgpu
 
-WIDTH = TILE  # columns of the state a block
-# Of 8 x 64 entries, warp w has columns 16 w to 16 w + 15, lane l row l // 4 and four columns.
-STATE = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, WIDTH), (16,), (4,))), warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1
-)
-OF_KEYS, OF_VALUES = STATE.reduce(1), STATE.reduce(0)
+
+def _layouts(width: int) -> tuple[Any, Any, Any]:
+    """Of 8 x width entries of the state, and of a vector along its rows and along its columns.
+
+    A warp has a quarter of the columns, a lane row l // 4 and a quarter of those.
+    """
+    state = plgpu.Layout.TILED(
+        plgpu.Tiling(((8, width), (width // 4,), (width // 16,))),
+        warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1,
+    )  # fmt: skip
+    return state, state.reduce(1), state.reduce(0)
 
 
 def update_state(
@@ -43,32 +50,34 @@ def update_state(
     owns it or was given it by donation; otherwise XLA copies it first.
 
     Args:
-      q_B1HK, k_B1HK, v_B1GV: bfloat16 or float32; K a multiple of 8 up to 128, V of 64.
+      q_B1HK, k_B1HK, v_B1GV: bfloat16 or float32; K a multiple of 8 up to 256, V of 64.
       g_B1G, beta_B1G: float32 or narrower, or None.
       state_BGKV: float32.
     """
     batch, _, heads, key_dim = q_B1HK.shape
     value_heads, value_dim = v_B1GV.shape[2:]
-    shape = (key_dim, WIDTH)
+    width = TILE if key_dim <= 128 else TILE // 2  # columns of the state a block
+    of_state, of_keys, of_values = _layouts(width)
+    shape = (key_dim, width)
 
     def body(block, me, operands, results, scratch):
         del me, scratch
         q_ref, k_ref, v_ref, state_ref, *gate_refs = operands
-        b, h, part = digits(block, batch, value_heads, value_dim // WIDTH)
+        b, h, part = digits(block, batch, value_heads, value_dim // width)
         shared_head = jax.lax.div(h, jnp.int32(value_heads // heads))
-        columns = pl.ds(part * WIDTH, WIDTH)
+        columns = pl.ds(part * width, width)
         state = state_ref.at[b, h, :, columns]
 
         def load(ref, layout):
             return plgpu.load(ref, layout=layout, optimized=False).astype(F32)
 
         def along_keys(ref):
-            x = load(ref.at[b, 0, shared_head], OF_KEYS)
+            x = load(ref.at[b, 0, shared_head], of_keys)
             return jax.lax.broadcast_in_dim(x, shape, [0])
 
         # All that is read, before the first use: a block waits for memory once.
-        S = load(state, STATE)
-        q, k, v = along_keys(q_ref), along_keys(k_ref), load(v_ref.at[b, 0, h, columns], OF_VALUES)
+        S = load(state, of_state)
+        q, k, v = along_keys(q_ref), along_keys(k_ref), load(v_ref.at[b, 0, h, columns], of_values)
         gates = [ref[b, 0, h] for ref in gate_refs]
         if g_B1G is not None:
             S = S * jnp.exp(gates[0])
@@ -87,7 +96,7 @@ def update_state(
         [x for x in operands if x is not None],
         name="decode",
         out_type=(jax.ShapeDtypeStruct(v_B1GV.shape, v_B1GV.dtype),),
-        blocks=batch * value_heads * (value_dim // WIDTH),
+        blocks=batch * value_heads * (value_dim // width),
         threads=1,
         scratch=[],
         simulate=simulate,

@@ -41,6 +41,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
     hidden_zero,
     in_layout,
     indices,
+    is_wide,
     issue,
     multiply,
     plgpu,
@@ -104,7 +105,7 @@ def scan_forward(
     chunks = length // CHUNK
     steps = chunks // pieces
     delta, packed = A_BGNCC is not None, gates.start_BNC is not None
-    computing = computing_warpgroups(value_dim)
+    computing, wide = computing_warpgroups(value_dim, key_dim), is_wide(key_dim)
     parts = value_dim // (computing * WIDTH)
     bytes_fixed, bytes_stage = _bytes(key_dim, computing, delta, save)
     stages = max(1, min(3, steps, (SHARED_MEMORY - bytes_fixed) // bytes_stage))
@@ -130,11 +131,14 @@ def scan_forward(
             if computing == 2:
                 plgpu.set_max_registers(REGISTERS[0], action="increase")
             mine = pl.ds(base + me * WIDTH, WIDTH)
-            groups = 3 if save and delta else 2 if save else 1
-            o_store = stores[0].at[me]
+            o_store = u_store = stores[0].at[me]
+            if save and delta and not wide:
+                u_store = stores[2].at[me]
+            # Copies that may be under way when the next one's buffer is filled.
+            others = 0 if wide else save + (save and delta)
 
             def store(buffer, value, target, turn):
-                plgpu.wait_smem_to_gmem(groups - 1, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(others, wait_read_only=True)
                 (transposed(buffer) if turn else buffer)[...] = value
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(buffer, target)
@@ -146,7 +150,7 @@ def scan_forward(
                 here = here + hidden_zero(simulate)
                 key, query, value = keys.at[here], queries.at[here], values.at[here, me]
                 A, score = As.at[here], scores.at[here]
-                S_low = S.astype(BF16)
+                S_low: Any = S.astype(BF16)
 
                 def read_decay():
                     return along_columns(reads.at[here], shape)
@@ -155,10 +159,32 @@ def scan_forward(
                     return along_columns(writes.at[here], shape)
 
                 def store_state():
-                    if save:
+                    if save and not wide:
                         store(stores[1].at[me], S_low, save_refs[0].at[b, h, n, mine, :], False)
 
-                if delta:
+                if wide:  # products read the rounded state from its buffer
+                    buffer = stores[1].at[me + hidden_zero(simulate)]
+                    if save:
+                        store(buffer, S_low, save_refs[0].at[b, h, n, mine, :], False)
+                    else:
+                        fence_reads(simulate)
+                        buffer[...] = S_low
+                        plgpu.commit_smem()
+                    S_low = buffer
+
+                def from_state(o):
+                    issue(o, S_low, transposed(query))
+                    store_state()
+                    return read(o) * (scale * read_decay())
+
+                if delta and wide:  # sums one after the other: two do not fit beside S
+                    seen = multiply([(S_low, transposed(key))], shape, simulate)
+                    seen = (seen * -read_decay()).astype(BF16)
+                    terms = [(transposed(value), transposed(A)), (seen, transposed(A))]
+                    u = multiply(terms, shape, simulate)
+                    U, U_decayed = u.astype(BF16), (u * write_decay()).astype(BF16)
+                    out = with_sums(from_state, [shape], simulate)
+                elif delta:
 
                     def run(x, u):
                         issue(x, S_low, transposed(key))
@@ -177,12 +203,6 @@ def scan_forward(
 
                     U, U_decayed, out = with_sums(run, [shape, shape], simulate)
                 else:
-
-                    def from_state(o):
-                        issue(o, S_low, transposed(query))
-                        store_state()
-                        return read(o) * (scale * read_decay())
-
                     out = with_sums(from_state, [shape], simulate)
                     U = in_layout(plgpu.load(transposed(value), layout=MATRIX))
                     U_decayed = (U.astype(F32) * write_decay()).astype(BF16)
@@ -194,7 +214,7 @@ def scan_forward(
                     issue(state, U_decayed, key)
                     if save:
                         if delta:
-                            store(stores[2].at[me], U, save_refs[2].at[b, tokens, h, mine], True)
+                            store(u_store, U, save_refs[2].at[b, tokens, h, mine], True)
                         store(
                             o_store,
                             read(output, 1).astype(BF16),
@@ -294,8 +314,8 @@ def scan_forward(
         vector,
         plgpu.SMEM((stages if packed else 1, CHUNK), jnp.int32),
         tile(computing, CHUNK, WIDTH),
-        *([tile(computing, WIDTH, key_dim)] if save else []),
-        *([tile(computing, CHUNK, WIDTH)] if save and delta else []),
+        *([tile(computing, WIDTH, key_dim)] if save or wide else []),
+        *([tile(computing, CHUNK, WIDTH)] if save and delta and not wide else []),
         plgpu.Barrier(num_arrivals=6 + delta + packed + computing, num_barriers=stages),
         plgpu.Barrier(num_arrivals=1, num_barriers=stages),
         plgpu.Barrier(num_arrivals=computing, num_barriers=stages),
@@ -335,5 +355,7 @@ def _bytes(key_dim: int, computing: int, delta: bool, save: bool) -> tuple[int, 
     values = computing * CHUNK * WIDTH * 2
     square = CHUNK * CHUNK * 2
     state = computing * WIDTH * key_dim * 2
-    fixed = values + (state if save else 0) + (values if save and delta else 0) + 2048
+    wide = is_wide(key_dim)
+    fixed = values + (state if save or wide else 0) + 2048
+    fixed += values if save and delta and not wide else 0
     return fixed, 2 * CHUNK * key_dim * 2 + values + (1 + delta) * square + 5 * 4 * CHUNK

@@ -17,7 +17,7 @@ and so finely spaced; but not in a row of far smaller beta, whose entries are al
 at cosine 0.99, beta 0.95, no decay: the error of the final state falls from 1.2e-2 to 4.9e-3, that
 of dv from 1.6e-2 to 6.9e-3.)
 
-Blocks are persistent: `WARPGROUPS` independent warpgroups a block walk over the chunks, heads
+Blocks are persistent: their independent warpgroups walk over the chunks, heads
 fastest, and fetch the next keys as soon as K K^T is done.
 
 Shapes: B batch, T tokens, H query/key heads, G value heads, N chunks, C = 64 tokens of a chunk.
@@ -44,6 +44,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
     hidden_zero,
     in_layout,
     indices,
+    is_wide,
     issue,
     multiply,
     plgpu,
@@ -58,7 +59,6 @@ from fastweights.ops.mosaic_gpu.tiles import (
 
 HALF = CHUNK // 2
 BAND = 4
-WARPGROUPS = 4  # of a block; at 128 registers a thread they fill a multiprocessor
 
 
 @functools.partial(jax.jit, static_argnames=("simulate",))
@@ -82,8 +82,10 @@ def gated_inverse(
     group = value_heads // heads
     packed = gates.start_BNC is not None
     total = batch * value_heads * chunks
-    blocks = min(MULTIPROCESSORS, -(-total // WARPGROUPS))
-    stride = blocks * WARPGROUPS
+    # At 128 registers a thread four fill a multiprocessor; for wide keys shared memory has three.
+    warpgroups = 3 if is_wide(key_dim) else 4
+    blocks = min(MULTIPROCESSORS, -(-total // warpgroups))
+    stride = blocks * warpgroups
     shape = (CHUNK, HALF)
     lower_half, upper_half = pl.ds(HALF, HALF), pl.ds(0, HALF)
 
@@ -93,7 +95,7 @@ def gated_inverse(
         *tiles, rows_all, columns_all, starts_all, barriers = scratch
         keys_all = tiles[0]
         barrier = barriers.at[me]
-        first = block * WARPGROUPS + me
+        first = block * warpgroups + me
         count = jax.lax.div(jnp.int32(total - 1 + stride) - first, jnp.int32(stride))
 
         def place(i):
@@ -205,18 +207,18 @@ def gated_inverse(
 
         plgpu.wait_smem_to_gmem(0)
 
-    half = tile(WARPGROUPS, CHUNK, HALF, width=HALF)
+    half = tile(warpgroups, CHUNK, HALF, width=HALF)
     scratch = [
-        tile(WARPGROUPS, CHUNK, key_dim),
-        plgpu.SMEM((WARPGROUPS, substitution.SCRATCH), F32),
+        tile(warpgroups, CHUNK, key_dim),
+        plgpu.SMEM((warpgroups, substitution.SCRATCH), F32),
         half,
         half,
         half,
         half,
-        plgpu.SMEM((WARPGROUPS, 2, 2, CHUNK), F32),
-        plgpu.SMEM((WARPGROUPS, 2, 2, CHUNK), F32),
-        plgpu.SMEM((WARPGROUPS, 2, CHUNK), jnp.int32),
-        plgpu.Barrier(num_arrivals=6 if packed else 5, num_barriers=WARPGROUPS),
+        plgpu.SMEM((warpgroups, 2, 2, CHUNK), F32),
+        plgpu.SMEM((warpgroups, 2, 2, CHUNK), F32),
+        plgpu.SMEM((warpgroups, 2, CHUNK), jnp.int32),
+        plgpu.Barrier(num_arrivals=6 if packed else 5, num_barriers=warpgroups),
     ]
     operands = [k_BTHK, gates.sum_BGNC, beta_BGNC]
     if gates.start_BNC is not None:
@@ -230,7 +232,7 @@ def gated_inverse(
             jax.ShapeDtypeStruct(beta_BGNC.shape, F32),
         ),
         blocks=blocks,
-        threads=WARPGROUPS,
+        threads=warpgroups,
         scratch=scratch,
         simulate=simulate,
         guard_stores=False,

@@ -123,7 +123,7 @@ def final_states(
     delta = A_BGNCC is not None
     rows = key_dim if moves else v_BTGV.shape[3]
     group, steps = value_heads // heads, length // CHUNK // pieces
-    computing = computing_warpgroups(rows)
+    computing = computing_warpgroups(rows, key_dim)
     parts = rows // (computing * WIDTH)
     stages = min(3, steps)
     shape = (WIDTH, CHUNK)

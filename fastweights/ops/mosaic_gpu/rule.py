@@ -23,7 +23,7 @@ from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
 from fastweights.ops.mosaic_gpu.forward import scan_forward
 from fastweights.ops.mosaic_gpu.inverse import gated_inverse
 from fastweights.ops.mosaic_gpu.support import TILE
-from fastweights.ops.mosaic_gpu.tiles import BF16, CHUNK, F32
+from fastweights.ops.mosaic_gpu.tiles import BF16, CHUNK, F32, is_wide
 
 # dbeta divides by beta^2; a smaller beta than this writes nothing that bfloat16 could show.
 LEAST_BETA = 1e-6
@@ -162,6 +162,8 @@ def core(
     value_heads, value_dim = v_BTGV.shape[2:]
     if pieces is None:
         pieces = piecing.count_pieces(batch * value_heads, -(-length // CHUNK))
+        if is_wide(key_dim):  # the kernels for pieces have no room for these
+            pieces = 1
 
     def pad(x, mode="constant"):
         widths = [(0, 0), (0, -x.shape[1] % (CHUNK * pieces))] + [(0, 0)] * (x.ndim - 2)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fastweights import sharding
 
-MAX_KEY_DIM, MAX_VALUE_DIM = 128, 256
+MAX_KEY_DIM, MAX_VALUE_DIM = 256, 256
 CHANNELS = 128  # a block of the convolution
 MAX_TAPS = 8  # of the convolution
 CONVOLVED_TOKENS = 128  # a block of the convolution; fewer are no loss without the kernel

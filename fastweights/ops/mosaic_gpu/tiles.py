@@ -38,9 +38,14 @@ def tile(*shape: int, width: int = 64) -> Any:
     return plgpu.SMEM(shape, BF16, transforms=transforms)
 
 
-def computing_warpgroups(rows: int) -> int:
-    """How many warpgroups of WIDTH rows share a block that scans a state of this many rows."""
-    return 2 if rows % (2 * WIDTH) == 0 else 1
+def is_wide(key_dim: int) -> bool:
+    """Whether WIDTH rows of S^T take so many registers that their rounded copy finds no place."""
+    return key_dim > 128
+
+
+def computing_warpgroups(value_dim: int, key_dim: int) -> int:
+    """How many warpgroups of WIDTH rows of S^T share a block of the scans."""
+    return 2 if value_dim % (2 * WIDTH) == 0 and not is_wide(key_dim) else 1
 
 
 def transposed(ref: Any) -> Any:

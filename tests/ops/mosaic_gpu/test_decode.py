@@ -35,6 +35,7 @@ def simulated(K=64):
     [
         dict(B=3, H=2, G=4, K=128, V=128),
         dict(H=2, G=2, V=192),
+        dict(K=256, V=64),
         dict(G=3, K=128, without=("g",)),
         dict(B=2, V=128, without=("beta",)),
         dict(without=("g", "beta")),

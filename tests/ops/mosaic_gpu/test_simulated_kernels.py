@@ -66,11 +66,12 @@ def check(got, want, bounds=BOUNDS):
     [
         (dict(T=100, heads=(1, 2), dims=(60, 64)), None),
         (dict(T=64, dims=(128, 128), without=("g",)), None),
+        (dict(T=130, dims=(256, 64)), None),
         (dict(T=192, decay=-0.01), 3),
         (dict(T=192, decay=-1.0), 3),
         (dict(T=192, decay=-0.01, without=("beta",)), 3),
     ],
-    ids=["odd length, shared heads", "delta rule", "exact pieces", "tails", "sums"],
+    ids=["odd length, shared heads", "delta rule", "wide keys", "exact pieces", "tails", "sums"],
 )
 def test_kernels_match_the_recurrence(options, pieces):
     x = draw(**options)
