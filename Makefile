@@ -1,9 +1,10 @@
 # Each target makes .venv on first use: with uv when present, else with the newest Python >= 3.12.
-# `make demo` trains a hybrid and its recurrent twin; `make test` runs the CPU tests; `make test-aot`
-# compiles the GPU kernels for machines that are not here, in a .venv-aot of its own: with compilers
-# for GPUs installed, jax looks for a GPU at each start. `make test-interop` compares with
-# transformers, in a .venv-interop of its own, since torch is large; where torch is installed
-# elsewhere already, TORCH_PYTHON names the python that has both.
+# `make demo` trains a hybrid and its recurrent twin; `make recall` asks every small recall question
+# (a quarter of an hour on two cores); `make test` runs the CPU tests; `make test-aot` compiles the
+# GPU kernels for machines that are not here, in a .venv-aot of its own: with compilers for GPUs
+# installed, jax looks for a GPU at each start. `make test-interop` compares with transformers, in a
+# .venv-interop of its own, since torch is large; where torch is installed elsewhere already,
+# TORCH_PYTHON names the python that has both.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,10 +14,13 @@ AOT_STAMP := $(AOT)/.installed
 INTEROP := $(VENV)-interop
 INTEROP_STAMP := $(INTEROP)/.installed
 
-.PHONY: demo test test-aot test-interop lint format clean
+.PHONY: demo recall test test-aot test-interop lint format clean
 
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py --workdir runs/demo
+
+recall: $(STAMP)
+	$(BIN)/python scripts/reproduce.py cpu --workdir runs/recall --jobs 2
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -1,0 +1,104 @@
+"""Claims about a sweep's results, and whether they hold."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fastweights.errors import check
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What a config of configs/recall/ expects of its runs.
+
+    Attributes:
+      runs: how the runs' names begin, up to learning rate and seed.
+      slice: which slice of the eval.
+      low, high: the range that the score must lie in.
+      source: who found so.
+      eval: which eval's rows.
+      over: "each": every seed on its own lies in the range; "mean": their mean does, which is right
+        for a published number.
+    """
+
+    runs: str
+    slice: str
+    low: float = 0.0
+    high: float = 1.0
+    source: str = ""
+    eval: str = "recall"
+    over: str = "each"
+
+    def __post_init__(self):
+        check(
+            0 <= self.low <= self.high <= 1 and self.over in ("each", "mean"),
+            f"the claim on '{self.runs}' is {self.low} to {self.high} over {self.over}; give a "
+            "range inside 0 to 1, over 'each' seed or their 'mean'.",
+        )
+
+    @property
+    def expected(self) -> str:
+        if self.low == 0:
+            return f"<= {self.high:g}"
+        return f">= {self.low:g}" if self.high == 1 else f"{self.low:.2f} to {self.high:.2f}"
+
+
+def published(runs: str, slice: str, value: float, *, within: float, source: str) -> Claim:
+    """The claim that the mean over seeds meets a published number."""
+    low, high = max(value - within, 0.0), min(value + within, 1.0)
+    return Claim(runs, slice, low, high, source, over="mean")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """A claim and what became of it; the scores are one a seed, at the best learning rate."""
+
+    claim: Claim
+    scores: tuple[float, ...]
+    chance: float
+    holds: bool
+    note: str = ""
+
+
+def measured(run: str, slice: str, score: float, *, chance: float, seed: int) -> dict[str, Any]:
+    """A row as collect gives it, of something that needed no training."""
+    return {
+        "run": run, "status": "done", "eval": "recall", "slice": slice, "lr": 0.0, "seed": seed,
+        "recall": score, "chance": chance,
+    }  # fmt: skip
+
+
+def judge(claim: Claim, rows: Sequence[dict[str, Any]]) -> Verdict:
+    """Looks the claim up in collect's rows.
+
+    The learning rate is the one of the best mean over seeds. A run that is missing, unfinished or
+    failed speaks against the claim, at whichever rate.
+    """
+    mine = [row for row in rows if _begins(row["run"], claim.runs)]
+    ended = [row for row in mine if not row["status"].startswith("done")]
+    if not mine or ended:
+        note = f"{ended[0]['run']} {ended[0]['status']}" if ended else "no such run"
+        return Verdict(claim, (), float("nan"), False, note)
+    found = [row for row in mine if (row["eval"], row["slice"]) == (claim.eval, claim.slice)]
+    if not found:
+        return Verdict(claim, (), float("nan"), False, f"no slice {claim.slice} in {claim.eval}")
+    by_rate = collections.defaultdict(list)
+    for row in sorted(found, key=lambda row: row["seed"]):
+        by_rate[row["lr"]].append(row["recall"])
+    scores = max(by_rate.values(), key=lambda values: float(np.mean(values)))
+    judged = scores if claim.over == "each" else [float(np.mean(scores))]
+    holds = all(claim.low <= score <= claim.high for score in judged)
+    return Verdict(claim, tuple(scores), found[0]["chance"], holds)
+
+
+def _begins(run: str, start: str) -> bool:
+    name = run.rsplit("/", 1)[-1]
+    return name == start or name.startswith(start + ",")
+
+
+def judge_all(claims: Sequence[Claim], rows: Sequence[dict[str, Any]]) -> list[Verdict]:
+    check(bool(claims), "claims() yields none; yield one Claim for each number expected.")
+    return [judge(claim, rows) for claim in claims]

@@ -1,0 +1,113 @@
+"""Runs a config of configs/recall/, compares its results with what it claims, and notes both.
+
+    python scripts/reproduce.py cpu --workdir runs/recall [--jobs 2]
+
+Started again it goes on where it stopped. The table goes to the terminal and, once every run has
+ended, with hardware, commit and date to the end of results/REPRODUCTIONS.md. The exit code is 1
+unless all claims hold.
+"""
+
+import argparse
+import os
+import pathlib
+import platform
+import time
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+import collect
+import sweep
+from fastweights import cli, reproduction
+from fastweights import config as config_lib
+from fastweights.errors import check
+from fastweights.reproduction import Verdict
+from fastweights.training import run_folder
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "configs" / "recall"
+NOTES = ROOT / "results" / "REPRODUCTIONS.md"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.py")))
+    parser.add_argument("name", help=f"one of: {known}")
+    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="folder of the runs")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at the same time")
+    parser.add_argument(
+        "--notes", type=pathlib.Path, default=NOTES, help="file to add the table to"
+    )
+    args, overrides = cli.parse(parser, argv)
+    path = CONFIGS / f"{args.name}.py"
+    check(path.is_file(), f"there is no reproduction '{args.name}'; known: {known}.")
+    claims = config_lib.call_config_file(str(path), "claims", pass_arg=False)
+    measure = config_lib.defines(str(path), "measurements")
+
+    started = time.perf_counter()
+    fields = [f"--config.{field}" for field in overrides]
+    command = ["--config", str(path), "--workdir", str(args.workdir), "--jobs", str(args.jobs)]
+    sweep.main([*command, *fields])
+    seconds = time.perf_counter() - started
+    names = sorted({claim.eval for claim in claims})
+    rows = collect.collect(args.workdir, ",".join(names))
+    if measure:
+        rows += config_lib.call_config_file(str(path), "measurements", pass_arg=False)
+    verdicts = reproduction.judge_all(claims, rows)
+    show(verdicts)
+    held = sum(verdict.holds for verdict in verdicts)
+    print(f"{held} of {len(verdicts)} claims hold ({seconds:.0f} s in this start)")
+    if not overrides and not any(row["status"].startswith("unfinished") for row in rows):
+        args.notes.parent.mkdir(parents=True, exist_ok=True)
+        with args.notes.open("a") as file:
+            file.write(markdown(args.name, verdicts, rows))
+        print(f"noted in {args.notes}")
+    return 0 if held == len(verdicts) else 1
+
+
+def show(verdicts: list[Verdict]) -> None:
+    table = Table(title="claims", title_justify="left")
+    for column in ("runs", "slice", "chance", "expected", "scores (one a seed)", ""):
+        table.add_column(column)
+    for verdict in verdicts:
+        claim = verdict.claim
+        outcome = "holds" if verdict.holds else "FAILS"
+        chance = f"{verdict.chance:.3f}" if verdict.scores else "-"
+        table.add_row(claim.runs, claim.slice, chance, claim.expected, scores(verdict), outcome)
+    Console(soft_wrap=True).print(table)
+
+
+def scores(verdict: Verdict) -> str:
+    return verdict.note or " ".join(f"{score:.3f}" for score in verdict.scores)
+
+
+def markdown(name: str, verdicts: list[Verdict], rows: list[dict]) -> str:
+    """A section for the notes: where, when and what."""
+    device = jax.devices()[0]
+    where = (
+        f"{jax.device_count()} x {device.device_kind}"
+        if device.platform != "cpu"
+        else (f"{os.cpu_count()} CPU cores ({platform.machine()})")
+    )
+    training = sum({row["run"]: float(row.get("seconds") or 0.0) for row in rows}.values())
+    lines = [
+        f"\n## {name}: {time.strftime('%Y-%m-%d')}, {where}, commit {run_folder.git_commit()}, "
+        f"jax {jax.__version__}\n",
+        f"{sum(v.holds for v in verdicts)} of {len(verdicts)} claims hold; "
+        f"{len({row['run'] for row in rows})} runs, {training:,.0f} s of training in all.\n",
+        "| runs | slice | chance | expected | found (one a seed) | holds | source |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for verdict in verdicts:
+        claim = verdict.claim
+        cells = (
+            claim.runs, claim.slice, f"{verdict.chance:.3f}", claim.expected, scores(verdict),
+            "yes" if verdict.holds else "**no**", claim.source,
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    cli.run(main)
