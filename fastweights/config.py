@@ -40,6 +40,7 @@ class Config:
       loss_chunk: tokens of a row whose logits exist at one time; 0 means the whole row.
       z_loss: weight of the mean squared log-partition, 0 for none.
       balance_loss: weight of how unevenly experts are used (`MixtureOfExperts`), 0 for none.
+      matched: what `sweeps.matched` made equal in the runs of a sweep, for tables; "" for nothing.
     """
 
     seed: int = 0
@@ -49,6 +50,7 @@ class Config:
     loss_chunk: int = 0
     z_loss: float = 0.0
     balance_loss: float = 0.0
+    matched: str = ""
     model: ModelConfig = dataclasses.field(
         default_factory=lambda: ModelConfig(
             vocab_size=257, d_model=256, num_layers=4, pattern="GGGA"

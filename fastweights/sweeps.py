@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastweights import config as config_lib
+from fastweights import flops
 from fastweights.errors import UserError, check
 from fastweights.files import read_json, write_atomic
 from fastweights.training import group, run_folder
@@ -64,6 +65,53 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def matched(
+    spec: str, points: Sequence[Mapping[str, Any]], *, by: str, field: str, target: int = 0
+) -> list[dict[str, Any]]:
+    """The points with an integer field set so that all models have as many parameters or bytes.
+
+    Args:
+      spec: the sweep config's own path.
+      points: from `grid`.
+      by: "parameters", or "state": the bytes that one sequence of the training length is kept in.
+      field: such as "model.mlp_dim" or "model.mixers.G.value_head_dim".
+      target: what to match; 0 takes the first point's own number.
+
+    Raises:
+      UserError: an unknown `by`, or a model that no value of the field brings within 5 %.
+    """
+    check(by in ("parameters", "state"), f"matched() got by='{by}'; use 'parameters' or 'state'.")
+
+    def count(point: Mapping[str, Any]) -> int:
+        full, fields = _spelt(spec, point)
+        config = config_lib.load(full, fields)
+        if by == "parameters":
+            return flops.param_counts(config.model)["total"]
+        return flops.state_bytes(config.model, config.data.length)["total"]
+
+    target = target or count(points[0])
+    found = []
+    for point in points:
+
+        def sized(size: int, point: Mapping[str, Any] = point) -> int:
+            return count({**point, field: size})
+
+        low, high = 1, 2
+        while high < 2**20 and sized(high) < target:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if sized(middle) < target else (low, middle)
+        best = min((low, high), key=lambda size: abs(sized(size) - target))
+        check(
+            abs(sized(best) - target) <= 0.05 * target,
+            f"no {field} gives the sweep point '{run_name(point)}' {target} in {by} (nearest: "
+            f"{sized(best)} at {best}); match by another field or target.",
+        )
+        found.append({**point, field: best, "matched": by})
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Point:
     """One run of a sweep: its folder's name, the spec and overrides that give its config."""
@@ -88,10 +136,8 @@ def read_points(spec: str, overrides: Sequence[str]) -> list[Point]:
     )
     for point in found:
         name = run_name(point)
-        arg = point.get(ARG, "")
-        full = f"{spec}:{arg}" if arg else spec
         check(name not in points, f"{spec}: two points of sweep() are both '{name}'; drop one.")
-        set_fields = (f"{path}={value}" for path, value in point.items() if path != ARG)
+        full, set_fields = _spelt(spec, point)
         fields = (*overrides, *set_fields)
         try:
             points[name] = Point(name, full, fields, config_lib.load(full, fields))
@@ -99,6 +145,12 @@ def read_points(spec: str, overrides: Sequence[str]) -> list[Point]:
             raise UserError(f"{spec}: sweep point '{name}': {error}") from error
     check(bool(points), f"{spec}: sweep() yields no point; yield one dict of overrides a run.")
     return list(points.values())
+
+
+def _spelt(spec: str, point: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Spec with argument, and overrides, of a point."""
+    fields = [f"{path}={value}" for path, value in point.items() if path != ARG]
+    return f"{spec}:{point[ARG]}" if ARG in point else spec, fields
 
 
 def run_name(point: Mapping[str, Any]) -> str:

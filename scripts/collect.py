@@ -13,15 +13,16 @@ import pathlib
 import sys
 from typing import Any
 
-from fastweights import cli, evals, flops, pattern
+from fastweights import analysis, cli, evals, flops, pattern
 from fastweights.config import Config
 from fastweights.errors import UserError, check
+from fastweights.tasks import TASKS, eval_slices
 from fastweights.training import metrics, run_folder
 
 COLUMNS = (
     "run", "status", "task", "pattern", "layers", "attention_share", "parameters", "state_bytes",
-    "lr", "seed", "step", "seconds", "eval", "slice", "length", "pairs", "recall", "whole",
-    "chance", "nll",
+    "lr", "seed", "step", "seconds", "eval", "slice", "length", "pairs", "recall", "error",
+    "whole", "chance", "cheater", "nll", "steps_to_90", "matched",
 )  # fmt: skip
 
 
@@ -84,6 +85,8 @@ def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[st
         "step": last["step"],
         "seconds": round(last["seconds"], 1),
         "eval": name,
+        "steps_to_90": steps_to(run, 0.9),
+        "matched": config.matched,
     }
     results = sorted(run.glob(f"evals/{name}-*.json"), key=result_step)
     if not results:
@@ -101,9 +104,29 @@ def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[st
             "status": status,
             "step": found["step"],
             "state_bytes": state_bytes(config, row),
+            "cheater": cheater(config, row),
         }
         for row in found["rows"]
     ]
+
+
+def steps_to(run: pathlib.Path, recall: float) -> int | None:
+    """The step of the first eval in training whose mean recall is as high; None if none is."""
+    reached = [
+        record["step"]
+        for record in metrics.read_metrics(run, "eval")
+        if record.get(evals.STOPS_ON, 0.0) >= recall
+    ]
+    return min(reached, default=None)
+
+
+def cheater(config: Config, row: dict[str, Any]) -> float | None:
+    """What the best guess that ignores the context scores; None for a row of no task's slice."""
+    if config.data.kind not in TASKS:
+        return None
+    parts = {part.name: part for part in eval_slices(config.data.task)}
+    part = parts.get(row["slice"].partition("/")[0])
+    return None if part is None else analysis.best_cheater(config.data.task, part)
 
 
 def result_step(path: pathlib.Path) -> int:

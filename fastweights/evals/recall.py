@@ -1,12 +1,14 @@
 """Recall by slice, beside what a guess would score.
 
-`recall` is the accuracy over answer positions, `whole` the share of examples without a mistake.
+`recall` is the accuracy over answer positions, `error` its standard error over examples, `whole`
+the share of examples without a mistake.
 """
 
 from typing import Any
 
 import numpy as np
 
+from fastweights.analysis import bootstrap_error
 from fastweights.data import DataConfig, eval_datasets
 from fastweights.errors import check
 from fastweights.evals.forward import Context
@@ -72,23 +74,23 @@ def _score(part: Slice, scored: list[Any], kinds: tuple[str, ...]) -> list[dict[
 
 def _row(part: Slice, name: str, scored: list[Any], asked: list[np.ndarray]) -> dict[str, Any]:
     """Scores of the answers at `asked`: of each, and of examples that have all of them right."""
-    correct, answers, nll, whole, examples = 0, 0, 0.0, 0, 0
+    nll, right, counts = 0.0, [], []
     for (batch, losses), some_RL in zip(scored, asked, strict=True):
-        correct += int(losses.correct_BT[some_RL].sum())
-        answers += int(some_RL.sum())
         nll += float(losses.nll_BT[some_RL].sum(dtype=np.float64))
         rows, _ = np.nonzero(some_RL)
         example_of = np.stack([rows, batch["segment_ids"][some_RL]])
-        found, which = np.unique(example_of, axis=1, return_inverse=True)
-        wrong = np.bincount(which, ~losses.correct_BT[some_RL], found.shape[1])
-        whole += int((wrong == 0).sum())
-        examples += found.shape[1]
+        _, which, asked_of = np.unique(example_of, axis=1, return_inverse=True, return_counts=True)
+        right.append(np.bincount(which, losses.correct_BT[some_RL], len(asked_of)))
+        counts.append(asked_of)
+    right_N, asked_N = np.concatenate(right), np.concatenate(counts)
+    answers = int(asked_N.sum())
     return {
         "slice": name,
         "length": part.length,
         "pairs": part.pairs,
-        "recall": correct / answers,
-        "whole": whole / examples,
+        "recall": float(right_N.sum() / answers),
+        "error": bootstrap_error(right_N, asked_N),
+        "whole": float(np.mean(right_N == asked_N)),
         "chance": part.chance,
         "nll": nll / answers,
         "answers": answers,

@@ -2,12 +2,14 @@
 
 import csv
 import io
+import re
 import shutil
 
 import pytest
 
 import collect
 import plot
+import report
 import sweep
 import train_group
 from fastweights import config as config_lib
@@ -78,6 +80,39 @@ def test_collect_gives_a_line_a_slice_and_one_for_an_unfinished_run(swept, capsy
     # Keys and values grow with length (2 x 4 heads x 4 wide x 4 bytes a token), a state does not.
     assert state["A", "T16_K3"] == 2 * state["A", "T8_K2"] == 16 * 128
     assert state["L", "T16_K3"] == state["L", "T8_K2"]
+
+
+def test_the_report_is_one_page_that_needs_no_network(swept, tmp_path, capsys):
+    folder, *_ = swept
+    report.main([str(folder / "runs"), "--out", str(tmp_path / "page")])
+    text = (tmp_path / "page" / "index.html").read_text()
+    assert re.findall(r'(?:src|href)="(?!data:image/png;base64,)', text) == []
+    pictures = sorted((tmp_path / "page").glob("*.png"))
+    assert len(pictures) == text.count("<img") == len(re.findall("<h3>", text)) == 3
+    assert "not made equal in parameters or state" in text and "Fewer than four rates" in text
+    (failure,) = re.findall(r"<td>pattern=A,lr=1e\+30,seed=1</td><td>(failed: [^<]*)</td>", text)
+    assert "not finite" in failure
+    headline = text.split("<table>")[1]
+    assert headline.count("<tr>") == 1 + 2 * 2
+    # Chance of two pairs, and of three, and a cheater beside each.
+    assert (
+        "<td>0.500</td>" in headline
+        and "<td>0.333</td>" in headline
+        and "<td>-</td>" not in headline
+    )
+    with (tmp_path / "page" / "results.csv").open() as file:
+        assert [row["status"] for row in csv.DictReader(file)].count("done") == 4
+    assert "figures" in capsys.readouterr().out
+
+
+def test_the_report_wants_a_finished_run(tmp_path):
+    with pytest.raises(UserError, match="holds no run"):
+        report.main([str(tmp_path)])
+    folder = tmp_path / "seed=0"
+    folder.mkdir()
+    run_folder.mark_failed(folder, "no GPU")
+    with pytest.raises(UserError, match=r"no finished run with recall yet .failed: no GPU"):
+        report.main([str(tmp_path)])
 
 
 def test_collect_gathers_several_evals(tmp_path, swept):

@@ -1,0 +1,151 @@
+"""From a sweep's rows to comparisons that are fair: best rate, robustness, intervals, floors.
+
+Rows are those of scripts/collect.py. Runs that differ in learning rate and seed alone are one
+model; its score is the mean over seeds at the best rate, its robustness the area under the mean
+over the logarithm of the rate, as a share of the range tried: 1 is perfect at every rate.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fastweights.errors import check
+from fastweights.tasks import Slice, TaskConfig, accuracy, eval_rows, slice_batch
+from fastweights.tasks.base import stream
+from fastweights.tasks.draws import HostDraws
+from fastweights.tasks.solvers import Habits
+
+RESAMPLES = 1000
+CHEATER_STREAM = 4
+CHEATER_ROWS = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """One model on one slice.
+
+    Attributes:
+      model: the runs' name without learning rate and seed.
+      score: mean over seeds at `lr`, the best rate.
+      low, high: 95 % bootstrap interval of it, over seeds and over the examples of each.
+      robustness: mean score over the logarithm of the rate; the score itself for a single rate.
+      scores: rate -> one score a seed.
+      row: a row of the best rate, for what does not depend on seeds.
+    """
+
+    model: str
+    eval: str
+    slice: str
+    lr: float
+    score: float
+    low: float
+    high: float
+    robustness: float
+    scores: dict[float, list[float]]
+    row: dict[str, Any]
+
+    @property
+    def seeds(self) -> int:
+        return len(self.scores[self.lr])
+
+
+def model_name(run: str) -> str:
+    """A run's name without its learning rate and seed."""
+    return re.sub(r",?\b(lr|seed)=[^,/]*", "", run).strip(",") or "model"
+
+
+def summarise(rows: Sequence[dict[str, Any]]) -> list[Summary]:
+    """One summary for each model, eval and slice with finished runs, in the order of the rows.
+
+    Raises:
+      UserError: two runs of one model with the same rate and seed.
+    """
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = collections.defaultdict(list)
+    for row in rows:
+        if row["status"] == "done" and row.get("recall") is not None:
+            groups[model_name(row["run"]), row["eval"], row["slice"]].append(row)
+    return [_summary(*key, found) for key, found in groups.items()]
+
+
+def _summary(model: str, eval_name: str, slice_name: str, rows: list[dict[str, Any]]) -> Summary:
+    scores: dict[float, list[float]] = collections.defaultdict(list)
+    errors: dict[float, list[float]] = collections.defaultdict(list)
+    seen = set()
+    for row in sorted(rows, key=lambda row: (row["lr"], row["seed"])):
+        place = (row["lr"], row["seed"])
+        check(
+            place not in seen,
+            f"two runs of '{model}' have the learning rate {row['lr']} and the seed {row['seed']}; "
+            "name what else they differ in, or leave one of them out.",
+        )
+        seen.add(place)
+        scores[row["lr"]].append(row["recall"])
+        errors[row["lr"]].append(row.get("error") or 0.0)
+    best = max(scores, key=lambda lr: float(np.mean(scores[lr])))
+    low, high = interval(scores[best], errors[best])
+    return Summary(
+        model,
+        eval_name,
+        slice_name,
+        best,
+        float(np.mean(scores[best])),
+        low,
+        high,
+        robustness({lr: float(np.mean(found)) for lr, found in scores.items()}),
+        dict(scores),
+        next(row for row in rows if row["lr"] == best),
+    )
+
+
+def interval(scores: Sequence[float], errors: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean over seeds: seeds drawn with replacement, each with its own error.
+
+    Args:
+      scores: one a seed.
+      errors: their standard errors over examples.
+    """
+    rng = np.random.default_rng(0)
+    pick_RS = rng.integers(len(scores), size=(RESAMPLES, len(scores)))
+    noise_RS = rng.standard_normal(pick_RS.shape)
+    drawn_RS = np.asarray(scores)[pick_RS] + np.asarray(errors)[pick_RS] * noise_RS
+    low, high = np.percentile(drawn_RS.mean(axis=1), [2.5, 97.5])
+    return float(np.clip(low, 0, 1)), float(np.clip(high, 0, 1))
+
+
+def robustness(means: dict[float, float]) -> float:
+    """Area under the means over log(rate), divided by the range of it."""
+    rates = sorted(means)
+    logs = np.log([float(rate) for rate in rates])
+    values = np.array([means[rate] for rate in rates])
+    if len(rates) == 1:
+        return float(values[0])
+    widths = np.diff(logs)
+    return float((widths * (values[1:] + values[:-1]) / 2).sum() / widths.sum())
+
+
+def bootstrap_error(right_N: np.ndarray, asked_N: np.ndarray, resamples: int = 200) -> float:
+    """Standard error of the share of right answers, by drawing examples with replacement.
+
+    Args:
+      right_N: right answers of each example.
+      asked_N: answers of each example.
+    """
+    rng = np.random.default_rng(0)
+    count = len(asked_N)
+    weight_RN = rng.multinomial(count, np.full(count, 1 / count), size=resamples)
+    return float(np.std((weight_RN @ right_N) / (weight_RN @ asked_N)))
+
+
+@functools.cache
+def best_cheater(task: TaskConfig, part: Slice) -> float:
+    """What the best of a task's cheaters scores on a slice, learnt from training examples of it."""
+    rng = stream(task.test_seed, CHEATER_STREAM, part.length, part.pairs)
+    seen = slice_batch(task, part, HostDraws(rng), CHEATER_ROWS, part.length)
+    batch = eval_rows(task, part, part.length)
+    guesses = Habits.fit(seen).guesses(batch)
+    return max(accuracy(guesses[name], batch["targets"]) for name in task.CHEATERS)

@@ -1,0 +1,123 @@
+"""The figures of scripts/report.py, each from the summaries of a sweep."""
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fastweights.analysis import Summary
+
+Rows = Sequence[dict[str, Any]]
+
+
+def _by(summaries: Sequence[Summary], key: Callable[[Summary], Any]) -> dict[Any, list[Summary]]:
+    found = collections.defaultdict(list)
+    for summary in summaries:
+        found[key(summary)].append(summary)
+    return dict(found)
+
+
+def _scatter(axes: Axes, summaries: Sequence[Summary], column: str, label: str) -> None:
+    for model, found in _by(summaries, lambda s: s.model).items():
+        places = [s.row[column] for s in found]
+        scores = np.array([s.score for s in found])
+        # The mean of equal scores can round to just outside their interval.
+        spread = np.maximum(
+            [scores - [s.low for s in found], [s.high for s in found] - scores], 0.0
+        )
+        axes.errorbar(places, scores, yerr=spread, fmt="o", capsize=3, label=model)
+    axes.set_xlabel(label)
+    axes.set_ylim(-0.03, 1.05)
+    axes.grid(alpha=0.3)
+
+
+def accuracy_against_state(summaries: Sequence[Summary]) -> Figure:
+    """Recall of the hardest slice against the bytes that one sequence is kept in."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    _scatter(axes, summaries, "state_bytes", "state of one sequence (bytes)")
+    axes.set_xscale("log")
+    axes.set_ylabel(f"recall on {summaries[0].slice}")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def accuracy_against_attention(summaries: Sequence[Summary]) -> Figure:
+    """Recall, and loss at the answers, against the share of attention layers."""
+    figure, (recall, loss) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    _scatter(recall, summaries, "attention_share", "share of attention layers")
+    recall.set_ylabel(f"recall on {summaries[0].slice}")
+    for summary in summaries:
+        loss.plot(summary.row["attention_share"], summary.row["nll"], "o", label=summary.model)
+    loss.set_xlabel("share of attention layers")
+    loss.set_ylabel("loss at the answers (nats, one seed)")
+    loss.grid(alpha=0.3)
+    loss.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def heat_maps(summaries: Sequence[Summary]) -> Figure:
+    """Recall by number of pairs and length, one map a model."""
+    models = _by(summaries, lambda s: s.model)
+    across = min(len(models), 4)
+    down = -(-len(models) // across)
+    size = (3.2 * across, 2.8 * down)
+    figure, grid = plt.subplots(down, across, figsize=size, layout="constrained", squeeze=False)
+    lengths = sorted({s.row["length"] for s in summaries})
+    pairs = sorted({s.row["pairs"] for s in summaries})
+    for axes in grid.flat[len(models) :]:
+        axes.set_visible(False)
+    for axes, (model, found) in zip(grid.flat, models.items(), strict=False):
+        values = np.full((len(pairs), len(lengths)), np.nan)
+        for s in found:
+            values[pairs.index(s.row["pairs"]), lengths.index(s.row["length"])] = s.score
+        axes.imshow(values, vmin=0, vmax=1, origin="lower", aspect="auto", cmap="viridis")
+        for (i, j), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                colour = "black" if value > 0.6 else "white"
+                axes.text(j, i, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
+        axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+        axes.set_yticks(range(len(pairs)), [str(count) for count in pairs])
+        axes.set_xlabel("length")
+        axes.set_ylabel("pairs")
+        axes.set_title(model, fontsize=8)
+    return figure
+
+
+def rate_robustness(summaries: Sequence[Summary]) -> Figure:
+    """Mean recall over seeds against the learning rate; the area under it in the legend."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for s in summaries:
+        rates = sorted(s.scores)
+        means = [float(np.mean(s.scores[rate])) for rate in rates]
+        axes.plot(rates, means, marker="o", label=f"{s.model} ({s.robustness:.2f})")
+    axes.set_xscale("log")
+    axes.set_ylim(-0.03, 1.05)
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel(f"recall on {summaries[0].slice}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def steps_to_threshold(rows: Rows, names: Callable[[str], str]) -> Figure:
+    """Steps until 90 % of the answers were right in an eval in training, a point a run."""
+    found = collections.defaultdict(list)
+    for row in rows:
+        if row.get("steps_to_90"):
+            found[names(row["run"])].append((row["run"], row["steps_to_90"]))
+    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.4 * len(found)), layout="constrained")
+    for place, (_, runs) in enumerate(found.items()):
+        steps = sorted(set(runs))
+        axes.plot([step for _, step in steps], [place] * len(steps), "o", alpha=0.6)
+    axes.set_yticks(range(len(found)), list(found), fontsize=8)
+    axes.set_xlabel("steps to 90 % recall")
+    axes.set_ylim(-0.5, len(found) - 0.5)
+    axes.grid(alpha=0.3)
+    return figure
