@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -262,6 +263,8 @@ def load_params(checkpoint: Checkpoint, config: ModelConfig, mesh: jax.sharding.
         for param, part in zip(row.params, parts, strict=True):
             shape, sharding = shapes[param.path], shardings[param.path]
             lead = len(param.index)
+            if math.prod(shape.shape[:lead]) == 1:  # an only slice is the whole
+                part, lead = part.reshape(shape.shape), 0
             assert part.shape == shape.shape[lead:], (row, part.shape, shape)
             check(
                 jnp.promote_types(part.dtype, shape.dtype) == shape.dtype,

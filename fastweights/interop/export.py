@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping
@@ -128,7 +129,11 @@ def tensors_of(params: Any, rows: list[Row]) -> Callable[[str], np.ndarray]:
         parts = []
         for param in row.params:
             leaf = functools.reduce(lambda tree, key: tree[key], param.path, params)
-            parts.append(np.asarray(_slice(leaf, param.index) if param.index else leaf))
+            lead = len(param.index)
+            if math.prod(leaf.shape[:lead]) == 1:  # an only slice is the whole
+                parts.append(np.asarray(leaf).reshape(leaf.shape[lead:]))
+            else:
+                parts.append(np.asarray(_slice(leaf, param.index)))
         return row.join(parts)[i]
 
     return tensor

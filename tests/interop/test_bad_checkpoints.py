@@ -172,10 +172,10 @@ def test_an_error_while_writing_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_parameters_too_narrow_for_a_tensor_are_refused():
-    case = published.read(published.DATA / "published" / "tiny_mamba2")
-    narrow = dataclasses.replace(case.config, param_dtype="bfloat16")
+    source = interop.open_checkpoint(published.DATA / "published" / "tiny_mamba2")
+    narrow = dataclasses.replace(source.model, param_dtype="bfloat16")
     with pytest.raises(UserError, match=r"is float32, which bfloat16 parameters cannot hold; set"):
-        interop.load_params(case.source, narrow, published.one_device())
+        interop.load_params(source, narrow, published.one_device())
 
 
 @pytest.mark.parametrize("scale", ["rope_scaling", "rope_parameters"])

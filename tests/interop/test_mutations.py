@@ -189,7 +189,8 @@ def queries_then_gates(params):
     kernels = mixer["qkv"]["q"]["kernel"], mixer["gate"]["kernel"]
     rows = Kernels((32, 32), groups=4).join([np.asarray(kernel[0]) for kernel in kernels])
     q, gate = Kernels((128, 128)).split(rows)
-    mixer["qkv"]["q"]["kernel"], mixer["gate"]["kernel"] = jnp.array(q[None]), jnp.array(gate[None])
+    for holder, kernel in ((mixer["qkv"]["q"], q), (mixer["gate"], gate)):
+        holder["kernel"] = jax.device_put(kernel[None], holder["kernel"].sharding)
 
 
 def interleaved_pairs(params):
