@@ -19,7 +19,8 @@ from fastweights import interop, model, sharding
 DATA = pathlib.Path(__file__).parent / "interop" / "data"
 PUBLISHED = sorted((DATA / "published").iterdir())
 GEOMETRIES = sorted((DATA / "geometries").iterdir())
-# Tokens of a cached call, the rest of them padding, and of a cache with all that padding.
+# Tokens of a cached call, the rest of them padding, and of a cache with all that padding: one
+# program for prompts and single tokens. One-token forms are held to others elsewhere.
 CALL = 72
 SLOTS = 18 * CALL
 
@@ -69,13 +70,6 @@ class Model:
         ids = np.ones(tokens.shape, np.int32) if ids is None else ids
         logits, cache = self.step(self.params, np.pad(tokens, room), np.pad(ids, room), cache)
         return logits[:, CALL - tokens.shape[1] :], cache
-
-    def one(self, cache, tokens):
-        """A call of one token. As such only where experts are: it takes another compilation, and
-        `tests/mixers` and `tests/model` hold each mixer's one-token form to its others."""
-        if self.config.mlp == "moe":
-            return self.step(self.params, tokens, None, cache)
-        return self.call(cache, tokens)
 
     def init_cache(self, batch: int):
         bound = model.bind(self.graphdef, self.params)

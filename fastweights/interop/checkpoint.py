@@ -223,6 +223,10 @@ def _open_files(
     files: dict[str, safetensors.File] = {}
     for name in dict.fromkeys(map(str, places.values())):
         check(
+            pathlib.PurePath(name).name == name,
+            f"'{path}' names the file '{name}', which is not in the same folder; correct it.",
+        )
+        check(
             (folder / name).is_file(),
             f"'{path}' names the file '{name}', which is not there; download it.",
         )

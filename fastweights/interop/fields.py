@@ -93,9 +93,9 @@ class Fields:
         )
         turned = int(head_dim * share)
         check(
-            turned > 0 and turned % 2 == 0,
-            f"{self.owner} turns {turned} of {head_dim} channels (partial_rotary_factor={share}), "
-            "which is not supported here; only even numbers of them are.",
+            turned > 0,
+            f"{self.owner} turns no channel of {head_dim} (partial_rotary_factor={share}); write a "
+            "null rope_theta for attention without positions.",
         )
         return {"rope_fraction": turned / head_dim, "rope_theta": named.number("rope_theta", 1.0)}
 

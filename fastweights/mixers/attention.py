@@ -69,11 +69,12 @@ class AttentionConfig:
             0 <= self.rope_fraction <= 1,
             f"{owner}.rope_fraction is {self.rope_fraction}; give a share between 0 and 1.",
         )
-        turned = round(self.head_dim * self.rope_fraction)
+        # In pairs: of an odd number of channels one more turns (`ops.rotary`).
+        turned = 2 * -(-round(self.head_dim * self.rope_fraction) // 2)
         check(
-            turned % 2 == 0 and (turned > 0 or self.rope_fraction == 0),
+            turned <= self.head_dim and (turned > 0 or self.rope_fraction == 0),
             f"{owner}.rope_fraction {self.rope_fraction} of head_dim {self.head_dim} turns "
-            f"{turned} channels; choose it so that the number is even and positive, or 0 for none.",
+            f"{turned} channels; choose it so that these are in the head, or 0 for none.",
         )
         check(
             0 < self.rope_theta < math.inf,

@@ -17,19 +17,20 @@ def rotary(
     """Rotates pairs of channels by an angle that grows with the position.
 
     Channel i is paired with channel i + F (the two-halves layout), and pair i turns by
-    position * theta^(-i / F). Su et al. 2021 (arXiv 2104.09864), eq. 34.
+    position * theta^(-2 i / R). Su et al. 2021 (arXiv 2104.09864), eq. 34. R is the number of
+    channels asked for and 2 F = R; if R is odd one channel more turns, as in transformers.
 
     Args:
       x_BTHK: queries or keys.
       positions_BT: integers, the position of each token within its document.
       theta: base of the wavelengths.
-      fraction: share of the K channels that turn, the first ones; the rest pass through.
+      fraction: share of the K channels that turn, the first R; the rest pass through.
 
     Returns:
       An array like x_BTHK; angles are computed in float32 or wider.
 
     Raises:
-      UserError: when fraction * K is not an even number between 2 and K, or shapes do not match.
+      UserError: when fraction * K turns less than 1 channel or more than K, or shapes do not match.
     """
     check(x_BTHK.ndim == 4, f"rotary: x must be [B, T, H, K], got shape {x_BTHK.shape}")
     check(
@@ -42,15 +43,16 @@ def rotary(
     )
     check(math.isfinite(fraction), f"rotary: fraction must be a finite number, got {fraction}")
     head_dim = x_BTHK.shape[-1]
-    turned = round(head_dim * fraction)
+    asked = round(head_dim * fraction)
+    half = -(-asked // 2)
+    turned = 2 * half
     check(
-        2 <= turned <= head_dim and turned % 2 == 0,
-        f"rotary: fraction {fraction} of head dim {head_dim} gives {turned} channels to turn; "
-        "choose it so that this is even, at least 2 and at most the head dim",
+        2 <= turned <= head_dim,
+        f"rotary: fraction {fraction} of head dim {head_dim} gives {turned} channels to turn, in "
+        "pairs; choose it so that these are at least 2 and at most the head dim",
     )
-    half = turned // 2
     acc = jnp.promote_types(x_BTHK.dtype, jnp.float32)
-    rate_F = theta ** (-jnp.arange(half, dtype=acc) / half)
+    rate_F = theta ** (-jnp.arange(half, dtype=acc) / (asked / 2))
     angle_BT1F = positions_BT[:, :, None, None].astype(acc) * rate_F[None, None, None, :]
     cos, sin = jnp.cos(angle_BT1F), jnp.sin(angle_BT1F)
     x = x_BTHK.astype(acc)

@@ -125,6 +125,7 @@ VISION = [
         f"index.json' names the file '{SHARD}', which is no",
     ),
     (edit_index("model.norm.weight", "gone.safetensors"), "names the file 'gone.safetensors'"),
+    (edit_index("model.norm.weight", "../x.safetensors"), "which is not in the same folder"),
     (edit_index("model.norm.weight", SHARD), "puts tensor 'model.norm.weight' in '.*not hold it"),
     (edit_tensors(SHARD, extra=Entry("F32", (1,))), "holds tensor 'extra', which .* not know of"),
     (edit_config(text=True, attention_bias=True), "attention_bias=True, which is not supported"),

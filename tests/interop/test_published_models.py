@@ -82,7 +82,7 @@ def test_caches_and_what_follows_from_them(case):
         inputs = jnp.concatenate([ours["conv"][name][:2] for name in order], axis=-1)
         # One input more is kept there than the taps reach back to.
         published.close(inputs, stored["conv"][:, :, 1:].transpose(0, 2, 1))
-    one, cache = case.one(cache, tokens[:, prefix : prefix + 1])
+    one, cache = case.call(cache, tokens[:, prefix : prefix + 1])
     rest, _ = case.call(cache, tokens[:, prefix + 1 :])
     logits = jnp.concatenate([one, rest], axis=1)[:2]
     published.close(logits, case.reference["logits"][:, prefix:])
@@ -98,5 +98,5 @@ def test_greedy_tokens_of_unequal_prompts(case):
     found = []
     for _ in range(want.shape[1]):
         found.append(np.asarray(jnp.argmax(logits[:, -1], axis=-1), np.int32))
-        logits, cache = case.one(cache, found[-1][:, None])
+        logits, cache = case.call(cache, found[-1][:, None])
     np.testing.assert_array_equal(np.stack(found, axis=1), want)

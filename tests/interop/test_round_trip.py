@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import numpy as np
 import pytest
 
 import published
-from fastweights import interop, sharding
+import tiny_models
+from fastweights import interop, mixers, sharding
+from fastweights.errors import UserError
 from fastweights.interop import safetensors
 
 ALL = published.PUBLISHED + published.GEOMETRIES
@@ -61,6 +64,60 @@ def test_any_prefix_is_read_and_given_back(prefix, tmp_path):
     record = interop.load_record(tmp_path)
     interop.export_imported(case.params, case.config, record, tmp_path / "out")
     published.assert_same_folder(tmp_path / "out", tmp_path / "in")
+
+
+def test_what_mlx_writes_is_told_by_its_tag(tmp_path):
+    """It adds the one to norms that are centred elsewhere and puts a convolution's one last."""
+    case = published.read(published.DATA / "geometries" / "qwen3_5_irregular")
+    file = case.source.files["model.safetensors"]
+    centred = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")
+
+    def tensor(name):
+        name = name.removeprefix("language_model.")
+        x = file.read(name)
+        if name.endswith(centred):
+            return x.astype(np.float32) + 1
+        return np.moveaxis(x, 1, 2) if name.endswith("conv1d.weight") else x
+
+    kinds = {np.dtype(np.float32): "F32", np.dtype(jnp.bfloat16): "BF16"}
+    entries = {}
+    for name in file.entries:
+        x = tensor(name)
+        entries[f"language_model.{name}"] = safetensors.Entry(kinds[x.dtype], x.shape)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "config.json").write_bytes((case.source.folder / "config.json").read_bytes())
+    path = tmp_path / "in" / "model.safetensors"
+    safetensors.write(path, entries, {"format": "mlx"}, tensor)
+    source = interop.open_checkpoint(tmp_path / "in")
+    params = interop.load_params(source, case.config, published.one_device())
+    jax.tree.map(np.testing.assert_array_equal, params, case.params)
+    interop.save_record(source, tmp_path)
+    record = interop.load_record(tmp_path)
+    interop.export_imported(params, case.config, record, tmp_path / "out")
+    published.assert_same_folder(tmp_path / "out", tmp_path / "in")
+    # Without the tag the numbers are not asked; the convolution's shape does not fit.
+    safetensors.write(path, entries, {}, tensor)
+    with pytest.raises(UserError, match=r"conv1d.weight' has shape \[58, 3, 1\] where"):
+        interop.open_checkpoint(tmp_path / "in")
+
+
+def test_reading_holds_one_tensor_at_a_time(tmp_path):
+    """Twelve layers of 1.3 MB: NumPy never holds much more than its largest tensor."""
+    mixer = mixers.Mamba2Config(num_heads=8, head_dim=16, value_head_dim=64)
+    config = tiny_models.config(
+        "N", 12, mlp="none", d_model=256, mixers=mixers.MixerConfigs(N=mixer)
+    )
+    params = tiny_models.noisy_params(config)
+    interop.export_new(params, config, tmp_path / "out", "bfloat16")
+    source = interop.open_checkpoint(tmp_path / "out")
+    largest = max(e.nbytes for file in source.files.values() for e in file.entries.values())
+    tracemalloc.start()
+    loaded = interop.load_params(source, source.model, published.one_device())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(loaded))
+    # In float32 each takes twice its bytes in the file; the rest is what tracing programs takes.
+    assert peak < 2 * largest + 4_000_000 < total / 2
 
 
 def test_parameters_are_cut_over_the_mesh_and_may_be_narrow():

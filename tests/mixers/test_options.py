@@ -12,7 +12,7 @@ BAD = [
     ("A", dict(conv_size=-1), r"conv_size is -1"),
     ("A", dict(num_heads=6, num_kv_heads=4), r"num_heads is 6, which num_kv_heads 4 .*multiple"),
     ("A", dict(rope_fraction=1.5), r"rope_fraction is 1.5; .*between 0 and 1"),
-    ("A", dict(head_dim=6, rope_fraction=0.5), r"turns 3 channels; .*even"),
+    ("A", dict(head_dim=5, rope_fraction=1.0), r"turns 6 channels; .*in the head"),
     ("A", dict(qk_norm_over="rows"), r"qk_norm_over is 'rows'; choose 'head' or 'row'"),
     ("G", dict(norm_eps=-1.0), r"norm_eps is -1.0; give a positive number, or 0"),
     ("A", dict(head_dim=8, rope_fraction=0.01), r"turns 0 channels; .*0 for none"),

@@ -167,7 +167,7 @@ BAD = [
     ("short_convolution", dict(activation="gelu"), r"activation must be 'silu' or None, .*'gelu'"),
     ("rotary", dict(x=(2, 20, 10)), r"x must be \[B, T, H, K\], got shape \(2, 20, 10\)"),
     ("rotary", dict(positions=((2, 3), INT)), r"positions must be .*\(2, 20\), got \(2, 3\)"),
-    ("rotary", dict(fraction=0.3), r"fraction 0.3 of head dim 10 gives 3 channels .*even"),
+    ("rotary", dict(x=(2, 20, 3, 5), fraction=1.0), r"of head dim 5 gives 6 channels .*in pairs"),
     ("rotary", dict(fraction=0.0), r"fraction 0.0 of head dim 10 gives 0 channels .*at least 2"),
     ("rotary", dict(fraction=np.nan), r"fraction must be a finite number, got nan"),
     ("rotary", dict(theta=0.0), r"theta must be a positive finite number, got 0.0"),

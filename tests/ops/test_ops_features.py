@@ -154,15 +154,17 @@ def test_documents():
     np.testing.assert_array_equal(valid, np.asarray(ids) != 0)
 
 
-@pytest.mark.parametrize(("fraction", "turned"), ((1.0, 8), (0.5, 4), (0.25, 2)))
-def test_rotary_turns_pairs_of_halves(fraction, turned):
+@pytest.mark.parametrize(
+    ("fraction", "asked", "turned"), ((1.0, 8, 8), (0.5, 4, 4), (0.25, 2, 2), (0.375, 3, 4))
+)
+def test_rotary_turns_pairs_of_halves(fraction, asked, turned):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 6, 3, 8)).astype(np.float32)
     positions = rng.integers(0, 5000, (2, 6)).astype(np.int32)
     got = ops.rotary(x, positions, theta=1000.0, fraction=fraction)
     half = turned // 2
     pairs = x[..., :half] + 1j * x[..., half:turned]
-    angle = positions[:, :, None, None] * 1000.0 ** (-np.arange(half) / half)
+    angle = positions[:, :, None, None] * 1000.0 ** (-2 * np.arange(half) / asked)
     pairs = pairs * np.exp(1j * angle)
     want = np.concatenate([pairs.real, pairs.imag, x[..., turned:]], axis=-1)
     # float32 angles of up to 5000 radians are good to 5000 * 2^-24.

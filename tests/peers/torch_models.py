@@ -33,7 +33,10 @@ QWEN["rope_parameters"] = dict(
 IRREGULAR = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
 MODELS = {
     "qwen3_5_irregular": transformers.Qwen3_5TextConfig(
-        **QWEN, num_hidden_layers=4, layer_types=IRREGULAR, tie_word_embeddings=False
+        **(QWEN | {"head_dim": 11}),  # of which five channels are to turn, so that six do
+        num_hidden_layers=4,
+        layer_types=IRREGULAR,
+        tie_word_embeddings=False,
     ),
     "qwen3_5_vision": transformers.Qwen3_5Config(
         text_config=dict(**QWEN, num_hidden_layers=3, full_attention_interval=2),
