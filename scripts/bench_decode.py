@@ -21,6 +21,7 @@ import numpy as np
 from fastweights import cli, config, flops
 from fastweights.errors import check
 from fastweights.generation import Engine
+from fastweights.generation.weights import for_decoding, unrolled
 from fastweights.model import ModelConfig, init_params
 
 CONTEXTS = "2560,16384,65536,262144"
@@ -43,9 +44,10 @@ def twin(model: ModelConfig) -> ModelConfig:
 
 
 def random_params(model: ModelConfig):
-    # In the compute dtype from the start: a large model fits once and not twice.
-    narrow = dataclasses.replace(model, param_dtype=model.dtype)
-    return jax.jit(lambda key: init_params(narrow, key))(jax.random.key(0))
+    """Parameters of `unrolled(model)`, made in the compute dtype: a large model fits but once."""
+    narrow = unrolled(dataclasses.replace(model, param_dtype=model.dtype))
+    make = jax.jit(lambda key: init_params(narrow, key))
+    return for_decoding(narrow, make(jax.random.key(0)))
 
 
 def filled_cache(engine: Engine, context: int):
@@ -105,7 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("steps", "runs"):
         check(getattr(args, name) >= 1, f"--{name} is {getattr(args, name)}; use 1 or more.")
     hybrid = config.load(args.config, overrides).model
-    models = {"hybrid": hybrid, "twin": twin(hybrid)}
+    models = {"hybrid": unrolled(hybrid), "twin": unrolled(twin(hybrid))}
     params = {name: random_params(model) for name, model in models.items()}
     kind = jax.devices()[0].device_kind
     bandwidth = args.bandwidth or flops.peak_bandwidth(kind)
@@ -113,30 +115,57 @@ def main(argv: list[str] | None = None) -> int:
     letters = {name: model.layout.letters for name, model in models.items()}
     print(f"{kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}; {hybrid.dtype}; {letters}")
     if args.prefill_length:
-        print(prefill_line(hybrid, params["hybrid"], args.prefill_length, args.chunk))
+        print(prefill_line(models["hybrid"], params["hybrid"], args.prefill_length, args.chunk))
     print(f"{'batch':>5} {'context':>8} {'model':>7} {'ms a step':>10} {'tokens/s':>10} "
           f"{'bytes':>15} {'floor':>6} {'slower':>7}")  # fmt: skip
+    taken = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     first: dict[tuple[int, str], float] = {}
     for batch in batches:
         for context in contexts:
-            cases = {
-                name: Case(model, params[name], batch, context, args.steps, args.runs)
-                for name, model in models.items()
-            }
-            for _ in range(args.runs + 1):
-                for case in cases.values():
-                    case.time()
-            for name, case in cases.items():
-                seconds = float(np.median(case.seconds))
+            fitting = fit(models, taken, batch, context + args.steps * (args.runs + 1), limit)
+            cases = [
+                (name, Case(models[name], params[name], batch, context, args.steps, args.runs))
+                for name in fitting
+            ]
+            for name, seconds, moved in measured(cases, args.runs):
                 slower = 1 - first.setdefault((batch, name), seconds) / seconds
-                floor = f"{case.bytes / bandwidth / seconds:6.1%}" if bandwidth else f"{'-':>6}"
+                floor = f"{moved / bandwidth / seconds:6.1%}" if bandwidth else f"{'-':>6}"
                 print(
                     f"{batch:>5} {context:>8} {name:>7} {1e3 * seconds:>10.3f} "
-                    f"{batch / seconds:>10.1f} {case.bytes:>15,} {floor} {slower:>7.1%}",
+                    f"{batch / seconds:>10.1f} {moved:>15,} {floor} {slower:>7.1%}",
                     flush=True,
                 )
-            del cases, case
+            for name in models:
+                if name not in fitting:
+                    print(f"{batch:>5} {context:>8} {name:>7}  the caches do not fit")
     return 0
+
+
+def measured(cases: list[tuple[str, Case]], runs: int) -> list[tuple[str, float, int]]:
+    """(name, median seconds a step, bytes a step) of cases that take turns, and frees them."""
+    for _ in range(runs + 1):
+        for _, case in cases:
+            case.time()
+    found = [(name, float(np.median(case.seconds)), case.bytes) for name, case in cases]
+    cases.clear()
+    return found
+
+
+def fit(
+    models: dict[str, ModelConfig], taken: int, batch: int, slots: int, limit: int | None
+) -> list[str]:
+    """The models whose caches fit beside those before them and `taken` bytes, with a tenth spare.
+
+    All, where the device does not tell its `limit`.
+    """
+    found = []
+    for name, model in models.items():
+        needed = flops.cache_bytes(model, batch, slots)["total"]
+        if limit is None or taken + needed <= 0.9 * limit:
+            found.append(name)
+            taken += needed
+    return found
 
 
 def prefill_line(model: ModelConfig, params, length: int, chunk: int) -> str:

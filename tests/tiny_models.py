@@ -94,11 +94,17 @@ def mixer(letter: str, d_model: int, dtype=jnp.float32, param_dtype=jnp.float32,
     return nnx.merge(graphdef, fill(nnx.to_pure_dict(state)))
 
 
-def apply(module, *args, **kwargs):
-    """Calls an NNX module under `quick_jit`."""
+def jitted(module):
+    """An NNX module as a function under `quick_jit`: calls of equal shapes compile once."""
     graphdef, state = nnx.split(module)
     params = nnx.to_pure_dict(state)
-    return quick_jit(lambda p, a, k: nnx.merge(graphdef, p)(*a, **k))(params, args, kwargs)
+    run = quick_jit(lambda p, a, k: nnx.merge(graphdef, p)(*a, **k))
+    return lambda *args, **kwargs: run(params, args, kwargs)
+
+
+def apply(module, *args, **kwargs):
+    """Calls an NNX module once; see `jitted` for more calls."""
+    return jitted(module)(*args, **kwargs)
 
 
 def quick_jit(f, **kwargs):

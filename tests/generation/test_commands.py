@@ -17,7 +17,7 @@ from fastweights import config as config_lib
 from fastweights import evals, flops, model
 from fastweights.errors import UserError
 from fastweights.evals import harness
-from fastweights.generation.weights import for_decoding
+from fastweights.generation.weights import for_decoding, unrolled
 from fastweights.sharding import MeshConfig, make_mesh
 from runs import TINY
 
@@ -250,12 +250,25 @@ def test_bad_benchmarks_are_refused(arguments, told):
 
 def test_a_benchmarks_cache_is_that_of_a_read_context():
     """Attention sees the whole context and goes on behind it."""
-    config = config_lib.load(TINY).model
+    config = unrolled(config_lib.load(TINY).model)
     case = bench_decode.Case(config, bench_decode.random_params(config), 2, 12, 2, 1)
     layer = case.cache["tail"]["layer_1"]
     assert int(layer["index"]) == 12 and np.all(np.asarray(layer["position"]) == 12)
     held = np.asarray(layer["slot_document"])
     assert held.dtype == np.int32 and np.all(held[:, :12] == 1) and np.all(held[:, 12:] == 0)
+
+
+def test_caches_that_do_not_fit_are_left_out():
+    models = {"hybrid": config_lib.load(TINY).model}
+    models["twin"] = bench_decode.twin(models["hybrid"])
+    hybrid, both = (
+        sum(flops.cache_bytes(model, 2, 100)["total"] for model in list(models.values())[:n])
+        for n in (1, 2)
+    )
+    for spare, names in ((both, ["hybrid", "twin"]), (hybrid, ["hybrid"]), (0, [])):
+        limit = int((1000 + spare) / 0.9) + 1
+        assert bench_decode.fit(models, 1000, 2, 100, limit) == names
+    assert bench_decode.fit(models, 1000, 2, 100, None) == ["hybrid", "twin"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

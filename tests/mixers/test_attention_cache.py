@@ -24,10 +24,11 @@ def test_more_tokens_than_slots_is_refused():
 
 def test_running_past_the_last_slot_is_loud():
     mixer = tiny_models.mixer("A", D)
-    y, cache = tiny_models.apply(mixer, inputs(3), cache=mixer.init_cache(2, 4, jnp.float32))
-    y, cache = tiny_models.apply(mixer, inputs(1), cache=cache)
+    call = tiny_models.jitted(mixer)
+    y, cache = call(inputs(3), cache=mixer.init_cache(2, 4, jnp.float32))
+    y, cache = call(inputs(1), cache=cache)
     assert np.isfinite(y).all()
-    y, cache = tiny_models.apply(mixer, inputs(1), cache=cache)
+    y, cache = call(inputs(1), cache=cache)
     assert np.isnan(y).all()
 
 
@@ -56,12 +57,13 @@ def test_token_positions_count_real_tokens_of_each_document():
 def test_given_positions_turn_queries_and_keys(letter):
     """Shifted positions change nothing (rotation is relative); stretched ones do."""
     mixer = tiny_models.mixer(letter, D, rope_fraction=1.0)
+    call = tiny_models.jitted(mixer)
     x = inputs(5)
     counted = jnp.broadcast_to(jnp.arange(5)[None], (2, 5))
     plain, shifted, stretched = (
-        tiny_models.apply(mixer, x, positions_BT=p)[0] for p in (counted, counted + 7, 3 * counted)
+        call(x, positions_BT=p)[0] for p in (counted, counted + 7, 3 * counted)
     )
-    np.testing.assert_allclose(plain, tiny_models.apply(mixer, x)[0], atol=1e-6)
+    np.testing.assert_allclose(plain, call(x)[0], atol=1e-6)
     np.testing.assert_allclose(plain, shifted, atol=1e-5)
     assert np.abs(plain - stretched).max() > 1e-3
 
@@ -69,14 +71,13 @@ def test_given_positions_turn_queries_and_keys(letter):
 @pytest.mark.parametrize("letter", "AW")
 def test_cache_goes_on_from_given_positions(letter):
     mixer = tiny_models.mixer(letter, D)
+    call = tiny_models.jitted(mixer)
     x, positions = inputs(5), jnp.array([[4, 5, 6, 7, 8]] * 2)
     cache = mixer.init_cache(2, 8, jnp.float32)
-    _, cache = tiny_models.apply(mixer, x[:, :4], positions_BT=positions[:, :4], cache=cache)
+    _, cache = call(x[:, :4], positions_BT=positions[:, :4], cache=cache)
     np.testing.assert_array_equal(cache["position"], [8, 8])
-    y, _ = tiny_models.apply(mixer, x[:, 4:], cache=cache)
-    np.testing.assert_allclose(
-        y, tiny_models.apply(mixer, x, positions_BT=positions)[0][:, 4:], atol=1e-5
-    )
+    y, _ = call(x[:, 4:], cache=cache)
+    np.testing.assert_allclose(y, call(x, positions_BT=positions)[0][:, 4:], atol=1e-5)
 
 
 @pytest.mark.parametrize("letter", "AW")
@@ -84,11 +85,12 @@ def test_logit_cap_holds_through_the_cache(letter):
     """Prefill and decode of a model whose cap matters."""
     x = inputs(5)
     capped = tiny_models.mixer(letter, D, logit_cap=0.1)
-    full, _ = tiny_models.apply(capped, x)
+    call = tiny_models.jitted(capped)
+    full, _ = call(x)
     free, _ = tiny_models.apply(tiny_models.mixer(letter, D, logit_cap=0.0), x)
     assert np.abs(full - free).max() > 1e-2
     cache, parts = capped.init_cache(2, 5, jnp.float32), []
     for piece in (x[:, :3], x[:, 3:4], x[:, 4:]):
-        y, cache = tiny_models.apply(capped, piece, cache=cache)
+        y, cache = call(piece, cache=cache)
         parts.append(y)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), full, atol=1e-5)

@@ -107,15 +107,16 @@ def test_nan_in_padding_reaches_no_token(letter):
     ids = np.array([[0] * 3 + [1] * 9, [1] * 7 + [0] * 5, [2, 0, 0, 2, 0, 2, 2, 0, 2, 2, 0, 2]])
     x = rng.standard_normal((3, 12, D)).astype(np.float32)
     mixer = tiny_models.mixer(letter, D)
+    call = tiny_models.jitted(mixer)
     cache = mixer.init_cache(3, 24, jnp.float32)
     outs = []
     for fill in (0.0, np.nan):
         padded = np.where(ids[..., None] != 0, x, np.float32(fill))
         kinds = dict(segment_ids_BT=ids.astype(np.int32))
-        plain, _ = tiny_models.apply(mixer, padded, **kinds)
-        y, filled = tiny_models.apply(mixer, padded, cache=cache, **kinds)
+        plain, _ = call(padded, **kinds)
+        y, filled = call(padded, cache=cache, **kinds)
         # Keys of padding stay in their slots, where no query looks.
-        after, _ = tiny_models.apply(mixer, x[:, :1], cache=filled)
+        after, _ = call(x[:, :1], cache=filled)
         outs.append((plain[ids != 0], y[ids != 0], after))
     assert np.all(np.isfinite(outs[1][2]))
     jax.tree.map(np.testing.assert_array_equal, *outs)

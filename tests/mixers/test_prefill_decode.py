@@ -23,26 +23,25 @@ def test_any_split_equals_one_run(letter):
     options = {} if letter in "AW" else {"chunk_size": 64}
     with jax.enable_x64(True):
         mixer = tiny_models.mixer(letter, D, np.float64, np.float64, **options)
+        call = tiny_models.jitted(mixer)
         x_TD = np.random.default_rng(0).standard_normal((T, D))
-        full, _ = tiny_models.apply(mixer, x_TD[None])
+        full, _ = call(x_TD[None])
         cache = mixer.init_cache(len(SPLITS), 2 * T, np.float64)
         place = np.arange(T)
         ids = (place < SPLITS[:, None]).astype(np.int32)
         x = np.where(ids[..., None] != 0, x_TD, np.nan)
-        y, filled = tiny_models.apply(mixer, x, segment_ids_BT=ids, cache=cache)
+        y, filled = call(x, segment_ids_BT=ids, cache=cache)
         parts = [np.asarray(row)[:split] for row, split in zip(y, SPLITS, strict=True)]
 
         # The rest in one call, pushed to the right.
         late = 1 - ids
-        y, _ = tiny_models.apply(
-            mixer, np.where(late[..., None] != 0, x_TD, np.nan), segment_ids_BT=late, cache=filled
-        )
+        y, _ = call(np.where(late[..., None] != 0, x_TD, np.nan), segment_ids_BT=late, cache=filled)
         for part, row, split in zip(parts, y, SPLITS, strict=True):
             whole = np.concatenate([part, np.asarray(row)[split:]])
             np.testing.assert_allclose(whole, full[0], **tolerance)
 
         for i in range(T - SPLITS[-1]):
-            y, filled = tiny_models.apply(mixer, x_TD[SPLITS + i][:, None], cache=filled)
+            y, filled = call(x_TD[SPLITS + i][:, None], cache=filled)
             np.testing.assert_allclose(y[:, 0], full[0][SPLITS + i], **tolerance)
 
 
