@@ -231,7 +231,7 @@ def check_large(B: int, T: int, H: int) -> tuple[bool, str]:
     return bool(jnp.all(whole == run(*part, state[-1:, -2:]))), "as the last heads alone"
 
 
-def check_convolution(taps: int, bias: bool, packed: bool) -> tuple[bool, str]:
+def check_convolution(taps: int, bias: bool, packed: bool, unit: bool) -> tuple[bool, str]:
     """The short convolution and its gradients against its XLA form in float32."""
     rng = np.random.default_rng(taps)
 
@@ -245,7 +245,8 @@ def check_convolution(taps: int, bias: bool, packed: bool) -> tuple[bool, str]:
     ids[:, 5:9] = 0 if packed else 1
 
     def run(x, w, b):
-        return ops.short_convolution(x, w, b, segment_ids=jnp.asarray(ids))[0]
+        heads = 128 if unit else 0
+        return ops.short_convolution(x, w, b, segment_ids=jnp.asarray(ids), unit_heads=heads)[0]
 
     def everything(x, dy):
         y, pull = jax.vjp(run, x, w, b)
@@ -258,7 +259,7 @@ def check_convolution(taps: int, bias: bool, packed: bool) -> tuple[bool, str]:
     line = " ".join(
         f"{n} {e:.1e}" for n, e in zip(("y", "dx", "dtaps", "dbias"), errors, strict=False)
     )
-    return same and max(errors[:2]) < 4e-3 and max(errors[2:]) < 1e-5, line
+    return same and max(errors[:2]) < 5e-3 and max(errors[2:]) < 1e-5, line
 
 
 def main() -> None:
@@ -272,14 +273,14 @@ def main() -> None:
     calls["full size"] = check_repeatable
     calls["more than 2^31 elements"] = functools.partial(check_large, 1, 2**17, 136)
     calls["more than 65,535 blocks"] = functools.partial(check_large, 4200, 64, 16)
-    for taps, bias, packed in (
-        (4, False, False),
-        (4, True, True),
-        (3, True, True),
-        (1, False, True),
+    for taps, bias, packed, unit in (
+        (4, False, False, False),
+        (4, True, True, True),
+        (3, True, True, False),
+        (1, False, True, True),
     ):
-        name = f"convolution, {taps} taps{', bias' * bias}{', packed' * packed}"
-        calls[name] = functools.partial(check_convolution, taps, bias, packed)
+        name = f"convolution, {taps} taps{', bias' * bias}{', packed' * packed}{', unit' * unit}"
+        calls[name] = functools.partial(check_convolution, taps, bias, packed, unit)
     if args.only:
         calls = {n: c for n, c in calls.items() if any(text in n for text in args.only)}
     passed = []

@@ -31,6 +31,12 @@ class DeltaNetConfig(FeatureMapConfig):
     l2_norm: bool = True
     allow_neg_eigval: bool = False
 
+    @property
+    def unit_heads(self) -> dict[str, int]:
+        # With the projection where no feature map comes between.
+        direct = self.l2_norm and self.feature_map == "identity"
+        return dict.fromkeys(("q", "k"), self.head_dim) if direct else {}
+
 
 class WriteStrength(nnx.Module):
     """beta_BTG = sigmoid(x W), doubled on request, in at least float32."""
@@ -67,7 +73,7 @@ class DeltaNet(RecurrentMixer):
     def memory(self, x_BTD, q_BTHK, k_BTHK, v_BTGV, segment_ids_BT, state) -> tuple[Any, Any]:
         phi = self.config.phi.apply
         q_BTHK, k_BTHK = phi(q_BTHK), phi(k_BTHK)
-        if self.config.l2_norm:
+        if self.config.l2_norm and not self.config.unit_heads:
             q_BTHK, k_BTHK = ops.l2_normalize(q_BTHK), ops.l2_normalize(k_BTHK)
         return ops.delta_rule(
             q_BTHK,

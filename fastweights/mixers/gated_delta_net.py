@@ -44,6 +44,10 @@ class GatedDeltaNetConfig(RecurrentConfig):
             "the model's.",
         )
 
+    @property
+    def unit_heads(self) -> dict[str, int]:
+        return dict.fromkeys(("q", "k"), self.head_dim)
+
 
 class LogDecay(nnx.Module):
     """g_BTG = -exp(A_log) softplus(x W + dt_bias) <= 0, in at least float32.
@@ -95,8 +99,8 @@ class GatedDeltaNet(RecurrentMixer):
 
     def memory(self, x_BTD, q_BTHK, k_BTHK, v_BTGV, segment_ids_BT, state) -> tuple[Any, Any]:
         return self.rule(
-            ops.l2_normalize(q_BTHK),
-            ops.l2_normalize(k_BTHK),
+            q_BTHK,
+            k_BTHK,
             v_BTGV,
             self.decay(x_BTD),
             self.beta(x_BTD),

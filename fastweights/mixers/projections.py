@@ -10,7 +10,8 @@ matrix as a whole then treats each role by itself, and a cut over heads never ru
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -50,8 +51,11 @@ class QKVProjection(nnx.Module):
         param_dtype,
         rngs: nnx.Rngs,
         conv_bias: bool = False,
+        unit_heads: Mapping[str, int] = MappingProxyType({}),
     ):
-        """`dims` gives the width of each of "q", "k" and "v", all heads together."""
+        """`dims` gives the width of each of "q", "k" and "v", all heads together; `unit_heads` the
+        width of a head where each is scaled to unit length."""
+        self.unit_heads = tuple(unit_heads.items())
         self.conv_size, self.conv_bias, self.dtype = conv_size, conv_bias, dtype
         self.dims = tuple(dims.items())
         for name, dim in self.dims:
@@ -79,8 +83,10 @@ class QKVProjection(nnx.Module):
     ) -> tuple[dict[str, jax.Array], dict[str, Any] | None]:
         """Returns `{"q", "k", "v"}`, each [B, T, width], and the next convolution cache."""
         out, next_cache = {}, None if cache is None else {}
+        unit_heads = dict(self.unit_heads)
         for name, _ in self.dims:
             y_BTD = getattr(self, name)(x_BTD)
+            width = unit_heads.get(name, 0)
             if self.conv_size:
                 bias_D = getattr(self, f"conv_bias_{name}")[...] if self.conv_bias else None
                 y_BTD, tail = ops.short_convolution(
@@ -90,9 +96,12 @@ class QKVProjection(nnx.Module):
                     cache=None if cache is None else cache[name],
                     segment_ids=segment_ids_BT,
                     activation="silu",
+                    unit_heads=width,
                 )
                 if cache is not None and next_cache is not None:
                     next_cache[name] = tail.astype(cache[name].dtype)
+            else:
+                y_BTD = ops.normalize_heads(y_BTD, width)
             out[name] = checkpoint_name(y_BTD, "mixer_qkv")
         return out, next_cache
 

@@ -79,6 +79,11 @@ class RecurrentConfig:
         return self.head_dim
 
     @property
+    def unit_heads(self) -> dict[str, int]:
+        """Width of a head, for the projections whose heads are scaled to unit length."""
+        return {}
+
+    @property
     def qkv_dims(self) -> dict[str, int]:
         """Width of each projection, all heads together."""
         qk = self.qk_heads * self.head_dim
@@ -138,7 +143,12 @@ class RecurrentMixer(nnx.Module):
         self.state_dtype = jnp.promote_types(dtype, jnp.float32)
         kinds: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
         self.qkv = QKVProjection(
-            d_model, config.qkv_dims, config.conv_size, conv_bias=self.conv_bias, **kinds
+            d_model,
+            config.qkv_dims,
+            config.conv_size,
+            conv_bias=self.conv_bias,
+            unit_heads=config.unit_heads,
+            **kinds,
         )
         self.read_out = self.make_read_out(
             d_model, norm_eps=norm_eps, residual_scale=residual_scale, **kinds

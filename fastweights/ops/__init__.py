@@ -6,7 +6,13 @@ Every recurrent rule returns (output, final state) and takes `initial_state`, `s
 
 from fastweights.ops.attention import softmax_attention
 from fastweights.ops.convolution import short_convolution
-from fastweights.ops.features import FEATURE_MAPS, FeatureMap, feature_map, l2_normalize
+from fastweights.ops.features import (
+    FEATURE_MAPS,
+    FeatureMap,
+    feature_map,
+    l2_normalize,
+    normalize_heads,
+)
 from fastweights.ops.rotary import rotary
 from fastweights.ops.rules import (
     delta_rule,
@@ -30,6 +36,7 @@ __all__ = [
     "kimi_delta_rule",
     "l2_normalize",
     "linear_attention",
+    "normalize_heads",
     "rotary",
     "selective_scan",
     "short_convolution",

@@ -13,6 +13,7 @@ from fastweights import sharding
 from fastweights.errors import check
 from fastweights.ops import segments
 from fastweights.ops.checks import check_segments
+from fastweights.ops.features import normalize_heads
 from fastweights.ops.mosaic_gpu import support
 from fastweights.ops.weights import sum_tokens
 
@@ -25,6 +26,7 @@ def short_convolution(
     cache: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     activation: str | None = "silu",
+    unit_heads: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
     """Sums the last W inputs of each channel: y_t = act(bias + sum_i w_i * x_(t - X + i)).
 
@@ -41,6 +43,7 @@ def short_convolution(
       segment_ids: int [B, T], 0 = padding (its output is 0). Without a cache, padding inside a
         document counts as a zero input that takes up its place.
       activation: "silu" or None.
+      unit_heads: scale each so many channels of y to unit length (`l2_normalize`); 0 for none.
 
     Returns:
       (y_BTD in x's dtype, cache_BXD in x's dtype holding the last X real inputs of the last
@@ -50,15 +53,16 @@ def short_convolution(
       UserError: on shapes that do not fit, segment_ids that are negative or no integers, or an
         unknown activation.
     """
-    _check_inputs(x_BTD, w_WD, bias_D, cache, segment_ids, activation)
+    _check_inputs(x_BTD, w_WD, bias_D, cache, segment_ids, activation, unit_heads)
     batch, length, channels = x_BTD.shape
     reach = w_WD.shape[0] - 1
     if length == 0:
         empty = jnp.zeros((batch, reach, channels), x_BTD.dtype)
         return x_BTD, empty if cache is None else cache.astype(x_BTD.dtype)
+    form = activation, unit_heads
     if segment_ids is None:
         whole_BED = x_BTD if cache is None else _prepend(cache, x_BTD, reach)
-        y_BTD = _outputs(whole_BED, w_WD, bias_D, None, None, activation)[:, -length:]
+        y_BTD = _outputs(whole_BED, w_WD, bias_D, None, None, *form)[:, -length:]
         return y_BTD, _prepend(cache, x_BTD, reach)[:, length:]
 
     index_BT, valid_BT = segments.find_documents(segment_ids)
@@ -72,9 +76,11 @@ def short_convolution(
     extended_index_BE = jnp.pad(compact_index_BT, ((0, 0), (reach, 0)))
 
     if cache is None:
-        y_BTD = _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, activation)
+        y_BTD = _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, activation, unit_heads)
     else:
-        y_BTD = _outputs(extended_BED, w_WD, bias_D, extended_index_BE, None, activation)
+        y_BTD = _outputs(
+            extended_BED, w_WD, bias_D, extended_index_BE, None, activation, unit_heads
+        )
         place_BT = reach + jnp.argsort(order_BT, axis=1)
         y_BTD = jnp.take_along_axis(y_BTD, place_BT[:, :, None], axis=1)
         y_BTD = segments.select_real(y_BTD, valid_BT)
@@ -92,22 +98,23 @@ def _prepend(cache: jax.Array | None, x_BTD: jax.Array, reach: int) -> jax.Array
     return jnp.concatenate([cache.astype(x_BTD.dtype), x_BTD], axis=1)
 
 
-def _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, activation) -> jax.Array:
+def _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, activation, unit_heads) -> jax.Array:
     """y of every token, in x's dtype; 0 at padding. None for one document or no padding."""
     reason = support.convolution_obstacle(x_BTD, w_WD)
     worth_it = support.on_hopper() and x_BTD.shape[1] >= support.CONVOLVED_TOKENS
     if reason is None and worth_it:
         from fastweights.ops.mosaic_gpu import convolution  # Pallas takes a while to import
 
+        fused = unit_heads == support.CHANNELS
         reach_BT = _reach(x_BTD.shape[:2], index_BT, valid_BT, w_WD.shape[0] - 1)
         (y_BTD,) = sharding.on_each_device(
-            lambda *x: (convolution.short_convolution(*x, activation=activation),),
+            lambda *x: (convolution.short_convolution(*x, activation=activation, unit=fused),),
             # Wide, so that the devices' parts of their gradients are summed unrounded.
             (x_BTD, *jax.tree.map(lambda x: x.astype(jnp.float32), (w_WD, bias_D)), reach_BT),
             (("batch", None, "heads"), (None, "heads"), ("heads",), ("batch", None)),
             (("batch", None, "heads"),),
         )
-        return y_BTD
+        return y_BTD if fused else normalize_heads(y_BTD, unit_heads)
     if worth_it:
         support.say_once("short_convolution", reason)
     reach = w_WD.shape[0] - 1
@@ -115,7 +122,9 @@ def _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, activation) -> jax.Array:
         x_BTD = segments.select_real(x_BTD, valid_BT)
     index_BE = None if index_BT is None else jnp.pad(index_BT, ((0, 0), (reach, 0)))
     y_BTD: Any = _weighted_sum(_prepend(None, x_BTD, reach), w_WD, bias_D, index_BE, activation)
-    return y_BTD if valid_BT is None else segments.select_real(y_BTD, valid_BT)
+    if valid_BT is not None:
+        y_BTD = segments.select_real(y_BTD, valid_BT)
+    return normalize_heads(y_BTD, unit_heads)
 
 
 def _reach(shape, index_BT, valid_BT, farthest: int) -> jax.Array:
@@ -198,7 +207,7 @@ def _activated(x: jax.Array, activation: str | None) -> jax.Array:
     return jax.nn.silu(x) if activation == "silu" else x
 
 
-def _check_inputs(x_BTD, w_WD, bias_D, cache, segment_ids, activation) -> None:
+def _check_inputs(x_BTD, w_WD, bias_D, cache, segment_ids, activation, unit_heads) -> None:
     name = "short_convolution"
     check(x_BTD.ndim == 3, f"{name}: x must be [B, T, D], got shape {x_BTD.shape}")
     batch, length, channels = x_BTD.shape
@@ -217,6 +226,10 @@ def _check_inputs(x_BTD, w_WD, bias_D, cache, segment_ids, activation) -> None:
         f"got {None if cache is None else cache.shape}",
     )
     check_segments(name, segment_ids, (batch, length))
+    check(
+        not unit_heads or channels % unit_heads == 0,
+        f"{name}: unit_heads must divide the {channels} channels, got {unit_heads}",
+    )
     check(
         activation in (None, "silu"),
         f"{name}: activation must be 'silu' or None, got {activation!r}",

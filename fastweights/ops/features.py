@@ -13,8 +13,10 @@ import jax.numpy as jnp
 
 from fastweights.errors import UserError, check
 
+UNIT_EPS = 1e-6
 
-def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+
+def l2_normalize(x: jax.Array, eps: float = UNIT_EPS) -> jax.Array:
     """Scales the last axis to unit length: x / sqrt(sum x^2 + eps).
 
     eps stands inside the root, so a zero vector gives zero and a finite gradient. The sum is taken
@@ -23,6 +25,13 @@ def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * inverse).astype(x.dtype)
+
+
+def normalize_heads(x: jax.Array, width: int) -> jax.Array:
+    """`l2_normalize` of each `width` entries of the last axis; 0 leaves x as it is."""
+    if not width:
+        return x
+    return l2_normalize(x.reshape(*x.shape[:-1], x.shape[-1] // width, width)).reshape(x.shape)
 
 
 def _elu1(x: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ import tiny_models
 from fastweights import ops
 from fastweights.interop.tensors import Kernels
 from fastweights.mixers import GatedDeltaNet, attention, norms
-from fastweights.ops import convolution
+from fastweights.ops import convolution, features
 
 ALLOWED = 1e-4  # in test_published_models.py
 IN_CODE = (
@@ -112,7 +112,7 @@ def logits_with(case):
         y = pick("l2 epsilon on the mean", l2_normalize(x, 1e-6 * x.shape[-1]), l2_normalize(x))
         return pick("no l2 norm", x, y)
 
-    patch.setattr(ops, "l2_normalize", unit)
+    patch.setattr(features, "l2_normalize", unit)
     activated = convolution._activated
     patch.setattr(
         convolution,

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from fastweights.ops.features import UNIT_EPS
 from fastweights.ops.mosaic_gpu.support import CHANNELS, CONVOLVED_TOKENS
 from fastweights.ops.mosaic_gpu.tiles import BF16, F32, call, digits, plgpu
 from fastweights.ops.weights import sum_tokens
@@ -62,6 +63,15 @@ def _sigmoid(x: jax.Array) -> jax.Array:
     # A root and a square instead of a division, which takes ten instructions.
     root = jax.lax.rsqrt(1.0 + jnp.exp(-x))
     return root * root
+
+
+def _sum_of_head(x: jax.Array) -> jax.Array:
+    """Sum over the block's channels, for each of them."""
+    return jax.lax.broadcast_in_dim(jnp.sum(x, axis=1), SHAPE, [0])
+
+
+def _inverse_length(x: jax.Array) -> jax.Array:
+    return jax.lax.rsqrt(_sum_of_head(x * x) + UNIT_EPS)
 
 
 def _sum_of_taps(reach, window, taps, bias):
@@ -129,8 +139,10 @@ def _spans(rows: int) -> Any:
     return plgpu.SMEM((WARPS, rows, CHANNELS), BF16)
 
 
-@functools.partial(jax.jit, static_argnames=("silu", "simulate"))
-def convolve(x_BTD, w_WD, bias_D, reach_BNPS, *, silu: bool, simulate: bool) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("silu", "unit", "simulate"))
+def convolve(
+    x_BTD, w_WD, bias_D, reach_BNPS, *, silu: bool, unit: bool, simulate: bool
+) -> jax.Array:
     """y_BTD; T a multiple of `TOKENS`. Arguments as in `short_convolution`."""
     length, taps_count = x_BTD.shape[1], w_WD.shape[0]
     past = taps_count - 1
@@ -156,6 +168,7 @@ def convolve(x_BTD, w_WD, bias_D, reach_BNPS, *, silu: bool, simulate: bool) -> 
                 reach, window = push(place, window)
                 y = _sum_of_taps(reach, window, taps, bias)
                 y = y * _sigmoid(y) if silu else y
+                y = y * _inverse_length(y) if unit else y
                 y = jnp.where(reach >= 0, y, 0.0)
                 spans.at[:, place + past][...] = y.astype(BF16)
                 window = window[1:]
@@ -184,8 +197,10 @@ def convolve(x_BTD, w_WD, bias_D, reach_BNPS, *, silu: bool, simulate: bool) -> 
     return y_BTD
 
 
-@functools.partial(jax.jit, static_argnames=("silu", "simulate"))
-def convolve_backward(x_BTD, w_WD, bias_D, reach_BNPS, dy_BTD, *, silu: bool, simulate: bool):
+@functools.partial(jax.jit, static_argnames=("silu", "unit", "simulate"))
+def convolve_backward(
+    x_BTD, w_WD, bias_D, reach_BNPS, dy_BTD, *, silu: bool, unit: bool, simulate: bool
+):
     """(dx_BTD, dw_WD, dbias_D or None); the sums of taps are computed anew from x."""
     batch, length, width = x_BTD.shape
     taps_count = w_WD.shape[0]
@@ -213,10 +228,15 @@ def convolve_backward(x_BTD, w_WD, bias_D, reach_BNPS, dy_BTD, *, silu: bool, si
             """`pending` are the gradients of the last X inputs, which later tokens add to."""
             reach, window = push(place, window)
             d = _load(dys.at[:, place])
-            if silu:
+            if silu or unit:
                 s = _sum_of_taps(reach, window, taps, bias)
-                gate = _sigmoid(s)
-                d = d * (gate * (1.0 + s * (1.0 - gate)))
+                gate = _sigmoid(s) if silu else 1.0
+                y = s * gate
+                if unit:
+                    inverse = _inverse_length(y)
+                    u = y * inverse
+                    d = (d - u * _sum_of_head(d * u)) * inverse
+                d = d * (gate + y * (1.0 - gate)) if silu else d
             d = jnp.where(reach >= 0, d, 0.0)
             backs = [d] + [jnp.where(reach >= back, d, 0.0) for back in range(1, taps_count)]
             pending = [p + backs[past - i] * taps[i] for i, p in enumerate([*pending, _zeros()])]
@@ -282,18 +302,18 @@ def _by_span(reach_BT: jax.Array, missing: int, past: int) -> jax.Array:
     return reach_BE[:, place_NPS]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _core(x_BTD, w_WD, bias_D, reach_BNPS, silu, simulate) -> Any:
-    return convolve(x_BTD, w_WD, bias_D, reach_BNPS, silu=silu, simulate=simulate)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _core(x_BTD, w_WD, bias_D, reach_BNPS, silu, unit, simulate) -> Any:
+    return convolve(x_BTD, w_WD, bias_D, reach_BNPS, silu=silu, unit=unit, simulate=simulate)
 
 
-def _core_forward(x_BTD, w_WD, bias_D, reach_BNPS, silu, simulate):
+def _core_forward(x_BTD, w_WD, bias_D, reach_BNPS, silu, unit, simulate):
     kept = (x_BTD, w_WD, bias_D, reach_BNPS)
-    return _core(*kept, silu, simulate), kept
+    return _core(*kept, silu, unit, simulate), kept
 
 
-def _core_backward(silu, simulate, kept, dy_BTD):
-    gradients = convolve_backward(*kept, dy_BTD, silu=silu, simulate=simulate)
+def _core_backward(silu, unit, simulate, kept, dy_BTD):
+    gradients = convolve_backward(*kept, dy_BTD, silu=silu, unit=unit, simulate=simulate)
     return *gradients, None
 
 
@@ -307,6 +327,7 @@ def short_convolution(
     reach_BT: jax.Array,
     *,
     activation: str | None,
+    unit: bool = False,
     simulate: bool = False,
 ) -> jax.Array:
     """y_t = act(bias + sum_i w_i * x_(t - X + i)) over the tokens that t sees; y in bfloat16.
@@ -317,6 +338,7 @@ def short_convolution(
       reach_BT: int32, how many of the X tokens before it a token sees: 0 for a document's first,
         -1 for padding, whose output is 0 and which counts as a zero input.
       activation: "silu" or None.
+      unit: scale each `CHANNELS` channels of y to unit length.
       simulate: run in Pallas' simulator, on any machine.
     """
     length = x_BTD.shape[1]
@@ -324,5 +346,5 @@ def short_convolution(
     if missing:
         x_BTD = jnp.pad(x_BTD, ((0, 0), (0, missing), (0, 0)))
     reach_BNPS = _by_span(reach_BT, missing, past=w_WD.shape[0] - 1)
-    y_BTD: Any = _core(x_BTD, w_WD, bias_D, reach_BNPS, activation == "silu", simulate)
+    y_BTD: Any = _core(x_BTD, w_WD, bias_D, reach_BNPS, activation == "silu", unit, simulate)
     return y_BTD[:, :length]
