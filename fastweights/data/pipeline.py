@@ -128,6 +128,15 @@ class DataConfig:
             tasks.check_fits(self.task, self.length)
 
     @property
+    def answers(self) -> int:
+        """No training row asks more often than this; 0 where rows may ask at every token."""
+        if self.kind == TEXT:
+            return 0
+        parts = [self.task.part(*entry[:-1]) for entry in self.task.train]
+        most = max(self.length // part.length * self.task.answers(part) for part in parts)
+        return most if most < self.length else 0
+
+    @property
     def task(self) -> TaskConfig:
         """The config of the task that `kind` names."""
         return getattr(self, self.kind)

@@ -108,6 +108,10 @@ class TaskConfig:
         """Raises `UserError` where an entry of `train` or `test` (`field`) can't be."""
         raise NotImplementedError
 
+    def answers(self, part: Slice) -> int:
+        """How often an example asks at most: the model's logits are needed no more often."""
+        return part.length
+
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         """Draws `count` examples of one slice: (tokens_NT, targets_NT), integers.
 

@@ -47,6 +47,9 @@ class SelectiveCopyConfig(TaskConfig):
     def part(self, length: int, copied: int) -> Slice:
         return Slice(length, choices=self.vocab_size - 2, marks=(("C", copied),))
 
+    def answers(self, part: Slice) -> int:
+        return part.marks[0][1]
+
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, copied = draws.xp, part.marks[0][1]
         before = part.length - copied
@@ -80,6 +83,9 @@ class PalindromeConfig(TaskConfig):
 
     def part(self, length: int) -> Slice:
         return Slice(length, choices=self.vocab_size - 2)
+
+    def answers(self, part: Slice) -> int:
+        return part.length // 2
 
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, half = draws.xp, part.length // 2
@@ -129,6 +135,9 @@ class StackConfig(TaskConfig):
 
     def part(self, length: int) -> Slice:
         return Slice(length, choices=self.values)
+
+    def answers(self, part: Slice) -> int:
+        return part.length // 4
 
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, steps = draws.xp, part.length // 2

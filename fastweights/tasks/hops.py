@@ -57,6 +57,9 @@ class KHopConfig(TaskConfig):
         # The node that is asked from is never the answer.
         return Slice(length, nodes, choices=nodes - 1, marks=(("H", hops),))
 
+    def answers(self, part: Slice) -> int:
+        return min(QUERIES, part.pairs)
+
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, nodes, hops = draws.xp, part.pairs, part.marks[0][1]
         first = 1 + self.max_hops

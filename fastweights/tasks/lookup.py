@@ -63,6 +63,9 @@ class PhonebookConfig(TaskConfig):
     def part(self, length: int, lines: int) -> Slice:
         return Slice(length, lines, choices=10)
 
+    def answers(self, part: Slice) -> int:
+        return (SHOTS + 1) * DIGITS
+
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, lines = draws.xp, part.pairs
         name_NL = draws.distinct(count, self.names**2, lines)
@@ -167,6 +170,10 @@ class NIAHConfig(TaskConfig):
 
     def part(self, length: int, needles: int) -> Slice:
         return Slice(length, needles, choices=16 if self.variant == "single_3" else 10)
+
+    def answers(self, part: Slice) -> int:
+        told = part.pairs if self.variant in ("multi_value", "multi_query") else 1
+        return told * (len(self.form) - self.form.count(b"-"))
 
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, needles = draws.xp, part.pairs

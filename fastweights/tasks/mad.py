@@ -72,6 +72,9 @@ class InContextRecallConfig(TaskConfig):
     def part(self, length: int) -> Slice:
         return Slice(length, choices=self.keys)
 
+    def answers(self, part: Slice) -> int:
+        return part.length // 2
+
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, length = draws.xp, part.length
         pairs = max(round(length * (1 - self.noise_share)) // 2, 1)
@@ -208,6 +211,9 @@ class MemorizeConfig(TaskConfig):
         """The value of each token below V // 2; token 0 is the filler and no key."""
         half = self.vocab_size // 2
         return half + np.random.default_rng(self.map_seed).permutation(half)
+
+    def answers(self, part: Slice) -> int:
+        return part.length // 2
 
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, pairs = draws.xp, part.length // 2

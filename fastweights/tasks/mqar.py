@@ -114,6 +114,9 @@ class MQARConfig(TaskConfig):
     def part(self, length: int, pairs: int) -> Slice:
         return Slice(length, pairs)
 
+    def answers(self, part: Slice) -> int:
+        return part.pairs
+
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         """As in `TaskConfig`; targets are the value at each query's key."""
         length, pairs = part.length, part.pairs

@@ -58,6 +58,9 @@ class OverwriteConfig(TaskConfig):
     def part(self, length: int, pairs: int, updates: int) -> Slice:
         return Slice(length, pairs, marks=(("U", updates),))
 
+    def answers(self, part: Slice) -> int:
+        return part.pairs
+
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, length, pairs = draws.xp, part.length, part.pairs
         updates = part.marks[0][1]
@@ -119,6 +122,9 @@ class ComposedConfig(TaskConfig):
 
     def part(self, length: int, pairs: int) -> Slice:
         return Slice(length, pairs)
+
+    def answers(self, part: Slice) -> int:
+        return part.pairs
 
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, length, pairs = draws.xp, part.length, part.pairs

@@ -50,6 +50,9 @@ class ModArithConfig(TaskConfig):
     def part(self, length: int) -> Slice:
         return Slice(length, choices=MODULUS)
 
+    def answers(self, part: Slice) -> int:
+        return part.length // 2
+
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, terms = draws.xp, part.length // 2
         digits_NQ = draws.integers(0, MODULUS, (count, terms))
@@ -102,6 +105,9 @@ class ParityRetrievalConfig(TaskConfig):
 
     def part(self, length: int, pairs: int) -> Slice:
         return Slice(length, pairs, choices=2)
+
+    def answers(self, part: Slice) -> int:
+        return part.length // 2
 
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, length, pairs = draws.xp, part.length, part.pairs

@@ -92,6 +92,7 @@ def make_program(config: config_lib.Config, size: int) -> Program:
             loss_chunk=config.loss_chunk,
             z_loss=config.z_loss,
             balance_loss=config.balance_loss,
+            answers=config.data.answers,
         )
 
         def body(carry: Any) -> Any:

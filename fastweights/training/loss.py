@@ -40,6 +40,7 @@ def training_loss(
     z_loss: float,
     total: jax.Array,
     balance_loss: float = 0.0,
+    answers: int = 0,
 ) -> tuple[jax.Array, Sums]:
     """(loss, sums) with loss = (nll + z_loss * z + balance_loss * balance) / total of the sums.
 
@@ -50,12 +51,18 @@ def training_loss(
 
     Args:
       model, batch, loss_chunk: as in `token_loss`.
+      answers: no row has more targets than this; logits are made for so many positions a row, those
+        with targets among them. 0 makes them for all.
       z_loss: weight of the squared log-partition.
       total: float32 scalar.
       balance_loss: weight of how unevenly experts are used; see `MixtureOfExperts`.
     """
     h_BTD, balance = _hidden(model, batch)
     head_DZ, targets_BT = model.head_DV, batch["targets"]
+    if 0 < answers < targets_BT.shape[1]:
+        place_BA = jnp.argsort(targets_BT == IGNORE, axis=1, stable=True)[:, :answers]
+        h_BTD = jnp.take_along_axis(h_BTD, place_BA[:, :, None], axis=1)
+        targets_BT = jnp.take_along_axis(targets_BT, place_BA, axis=1)
     fused: Any = _fused(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss)
     loss, sums = fused
     if balance is None:

@@ -33,6 +33,7 @@ def make_train_step(
     loss_chunk: int,
     z_loss: float,
     balance_loss: float = 0.0,
+    answers: int = 0,
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """Builds the step; the caller jits it with pinned shardings and a donated state.
 
@@ -49,8 +50,15 @@ def make_train_step(
 
     def scaled_loss(params: Any, batch: Batch, total: jax.Array) -> tuple[jax.Array, Sums]:
         model = bind(graphdef, params)
-        weights = dict(z_loss=z_loss, balance_loss=balance_loss)
-        return training_loss(model, batch, loss_chunk=loss_chunk, total=total, **weights)
+        return training_loss(
+            model,
+            batch,
+            loss_chunk=loss_chunk,
+            z_loss=z_loss,
+            total=total,
+            balance_loss=balance_loss,
+            answers=answers,
+        )
 
     grad_fn = jax.value_and_grad(scaled_loss, has_aux=True)
 
@@ -128,6 +136,7 @@ def compile_step(
             loss_chunk=config.loss_chunk,
             z_loss=config.z_loss,
             balance_loss=config.balance_loss,
+            answers=config.data.answers,
         ),
         # Pinned on both sides, or the compiler may lay the new state out otherwise than the old.
         in_shardings=(blueprint.shardings, batch_sharding),

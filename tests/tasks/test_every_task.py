@@ -91,6 +91,15 @@ def test_the_oracle_answers_all(name, where):
 
 
 @every_task
+def test_no_example_asks_more_often_than_its_task_says(name):
+    make, evaluation = batches(name)
+    (part,) = eval_slices(CONFIGS[name])
+    most = CONFIGS[name].answers(part)
+    asked = [(b["targets"] >= 0).sum(axis=1).max() for b in (make["device"](0, 0), evaluation)]
+    assert most / 2 < max(asked) <= most
+
+
+@every_task
 def test_cheaters_stay_near_chance(name):
     make, evaluation = batches(name)
     (part,) = eval_slices(CONFIGS[name])
