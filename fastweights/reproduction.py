@@ -9,6 +9,9 @@ import numpy as np
 
 from fastweights.errors import check
 
+ALL = "mean of all"
+MEANS = ("recall", "chance")
+
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
@@ -16,10 +19,10 @@ class Claim:
 
     Attributes:
       runs: how the runs' names begin, up to learning rate and seed.
-      slice: which slice of the eval.
+      slice: which slice of the eval; `ALL` for the mean over all slices of it.
       low, high: the range that the score must lie in.
       source: who found so.
-      eval: which eval's rows.
+      eval: which eval's rows, or of several, "recall,length".
       over: "each": every seed on its own lies in the range; "mean": their mean does, which is right
         for a published number.
     """
@@ -52,6 +55,12 @@ def published(runs: str, slice: str, value: float, *, within: float, source: str
     return Claim(runs, slice, low, high, source, over="mean")
 
 
+def mean_of_slices(runs: str, value: float, *, within: float, source: str) -> Claim:
+    """The same of the mean over all slices, those longer than a training row among them."""
+    claim = published(runs, ALL, value, within=within, source=source)
+    return dataclasses.replace(claim, eval="recall,length")
+
+
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """A claim and what became of it; the scores are one a seed, at the best learning rate."""
@@ -82,7 +91,7 @@ def judge(claim: Claim, rows: Sequence[dict[str, Any]]) -> Verdict:
     if not mine or ended:
         note = f"{ended[0]['run']} {ended[0]['status']}" if ended else "no such run"
         return Verdict(claim, (), float("nan"), False, note)
-    found = [row for row in mine if (row["eval"], row["slice"]) == (claim.eval, claim.slice)]
+    found = _rows_of(claim, mine)
     if not found:
         return Verdict(claim, (), float("nan"), False, f"no slice {claim.slice} in {claim.eval}")
     by_rate = collections.defaultdict(list)
@@ -92,6 +101,22 @@ def judge(claim: Claim, rows: Sequence[dict[str, Any]]) -> Verdict:
     judged = scores if claim.over == "each" else [float(np.mean(scores))]
     holds = all(claim.low <= score <= claim.high for score in judged)
     return Verdict(claim, tuple(scores), found[0]["chance"], holds)
+
+
+def _rows_of(claim: Claim, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the claim's slice; for `ALL` one a run, with its means over slices."""
+    names = claim.eval.split(",")
+    mine = [row for row in rows if row["eval"] in names and row.get("recall") is not None]
+    if claim.slice != ALL:
+        return [row for row in mine if row["slice"] == claim.slice]
+    runs = collections.defaultdict(list)
+    for row in mine:
+        if "/" not in row["slice"]:
+            runs[row["run"]].append(row)
+    return [
+        {**found[0], **{key: float(np.mean([row[key] for row in found])) for key in MEANS}}
+        for found in runs.values()
+    ]
 
 
 def _begins(run: str, start: str) -> bool:

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     command = ["--config", str(path), "--workdir", str(args.workdir), "--jobs", str(args.jobs)]
     sweep.main([*command, *fields])
     seconds = time.perf_counter() - started
-    names = sorted({claim.eval for claim in claims})
+    names = sorted({name for claim in claims for name in claim.eval.split(",")})
     rows = collect.collect(args.workdir, ",".join(names))
     if measure:
         rows += config_lib.call_config_file(str(path), "measurements", pass_arg=False)

@@ -7,7 +7,7 @@ from fastweights import config as config_lib
 from fastweights import reproduction, sweeps
 from fastweights.errors import UserError
 from fastweights.probe import memory_probe
-from fastweights.reproduction import Claim, judge, published
+from fastweights.reproduction import Claim, judge, mean_of_slices, published
 from fastweights.tasks import eval_slices
 
 NAMES = sorted(path.stem for path in reproduce.CONFIGS.glob("*.py"))
@@ -57,6 +57,15 @@ def test_what_is_missing_speaks_against_a_claim(claim, rows, note):
     verdict = judge(claim, rows)
     assert not verdict.holds and verdict.note.endswith(note)
     assert reproduce.scores(verdict) == verdict.note
+
+
+def test_a_mean_is_over_slices_of_all_evals_and_leaves_kinds_out():
+    longer = {"eval": "length", "slice": "T99_K2", "chance": 0.1}
+    kind = {"slice": "T8_K2/updated"}
+    rows = [row(0, 0.1, 0.9), {**row(0, 0.1, 0.1), **longer}, {**row(0, 0.1, 0.0), **kind}]
+    verdict = judge(mean_of_slices("task=a,layers=G", 0.52, within=0.03, source=""), rows)
+    assert verdict.scores == (0.5,) and verdict.holds
+    assert verdict.chance == pytest.approx(0.3)
 
 
 def test_the_notes_tell_claims_scores_and_place():
