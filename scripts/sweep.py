@@ -8,6 +8,9 @@ and the key "arg" hands `get_config` its argument.
 Each point is a run in a folder named after its overrides. With `data.on_device=true` points that
 differ in seed and learning rate alone train as one program.
 
+On a cluster, `--jobs 8 --launch "srun --gpus=1 --time=60"` has Slurm run the processes, eight at a
+time.
+
 Started again, a sweep goes on where it stopped, inside a run too. A failed run is told, becomes a
 row of the table that says why, stops no other, and is tried again with --retry; the exit code is 1
 if any failed.
@@ -17,9 +20,12 @@ import argparse
 import concurrent.futures
 import os
 import pathlib
+import shlex
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from fastweights import cli, sweeps
 from fastweights.errors import check
@@ -34,11 +40,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workdir", required=True, type=pathlib.Path, help="folder of the runs")
     parser.add_argument("--jobs", type=int, default=1, help="processes at the same time")
     parser.add_argument("--group", type=int, default=16, help="runs in one program at most")
+    parser.add_argument("--launch", default="", help="put in front of each process' command")
     parser.add_argument("--only", default="", help="run only points whose name has this in it")
     parser.add_argument("--retry", action="store_true", help="try failed points again")
     parser.add_argument("--dry_run", action="store_true", help="list the points, run nothing")
     args, overrides = cli.parse(parser, argv)
     check(args.jobs >= 1, f"--jobs is {args.jobs}; use 1 or more.")
+    launch = shlex.split(args.launch)
+    check(
+        not launch or shutil.which(launch[0]) is not None,
+        f"--launch '{args.launch}' starts with no program that is here; name one, such as srun.",
+    )
     check(args.group >= 1, f"--group is {args.group}; use 1 (no groups) or more.")
 
     points = [p for p in sweeps.read_points(args.config, overrides) if args.only in p.name]
@@ -57,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
             tell(args.workdir, point)
     started = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        tasks = [pool.submit(run_unit, args.workdir, unit) for unit in units]
+        tasks = [pool.submit(run_unit, args.workdir, unit, launch) for unit in units]
         try:
             for task in tasks:
                 task.result()
@@ -81,7 +93,7 @@ def tell(workdir: pathlib.Path, point: sweeps.Point) -> None:
         )
 
 
-def run_unit(workdir: pathlib.Path, unit: sweeps.Unit) -> None:
+def run_unit(workdir: pathlib.Path, unit: sweeps.Unit, launch: Sequence[str] = ()) -> None:
     """Trains one point or group in a process of its own, its output in `log.txt`."""
     try:
         if len(unit.points) > 1:
@@ -102,7 +114,9 @@ def run_unit(workdir: pathlib.Path, unit: sweeps.Unit) -> None:
         workdir / f"{unit.folder.name}.log" if len(unit.points) > 1 else (unit.folder / "log.txt")
     )
     with log_path.open("a") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=cache).returncode
+        code = subprocess.run(
+            [*launch, *command], stdout=log, stderr=subprocess.STDOUT, env=cache
+        ).returncode
     seconds = time.perf_counter() - started
     last = " ".join(log_path.read_text().strip().splitlines()[-1:])
     for point in unit.points:
@@ -110,7 +124,10 @@ def run_unit(workdir: pathlib.Path, unit: sweeps.Unit) -> None:
         if state == "done":
             print(f"done {seconds:8.0f} s  {point.name}", flush=True)
             continue
-        if state == "open" and code > 0:
+        if state == "open" and code <= 0:
+            print(f"stopped  {point.name}: the same command goes on with it", flush=True)
+            continue
+        if state == "open":
             # Not of one that a signal ended: it can go on.
             (workdir / point.name).mkdir(exist_ok=True)
             run_folder.mark_failed(workdir / point.name, last)

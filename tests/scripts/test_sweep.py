@@ -4,6 +4,7 @@ import csv
 import io
 import re
 import shutil
+import subprocess
 
 import pytest
 
@@ -217,6 +218,28 @@ def test_failed_points_are_tried_again_only_when_asked(tmp_path):
     # Another config in the same folder is another run.
     changed = sweeps.read_points(str(config), ["steps=9"])
     assert sweeps.state(tmp_path, changed[1]) == "open"
+
+
+def test_processes_are_launched_by_the_program_asked_for(tmp_path, monkeypatch, capsys):
+    config = tmp_path / "config.py"
+    config.write_text(GROUPED)
+    commands = []
+
+    def pretend(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, -15)
+
+    monkeypatch.setattr(subprocess, "run", pretend)
+    argv = ["--config", str(config), "--workdir", str(tmp_path / "runs"), "--group", "3"]
+    assert sweep.main([*argv, "--launch", "env A='1 2'"]) == 1
+    assert [command[:2] for command in commands] == [["env", "A=1 2"]] * 2
+    assert "train_group.py" in commands[0][3] and "train.py" in commands[1][3]
+    # A process that a signal ended has not failed.
+    assert capsys.readouterr().out.count("stopped  pattern=A") == 4
+    with pytest.raises(UserError, match="'srunn' starts with no program"):
+        sweep.main([*argv, "--launch", "srunn"])
+    with pytest.raises(UserError, match="--only 'pattern=B' is in no point's name"):
+        sweep.main([*argv, "--only", "pattern=B"])
 
 
 def test_a_grid_has_every_combination():
