@@ -10,6 +10,7 @@ unless said.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import subprocess
 import sys
@@ -102,17 +103,19 @@ def make(row: Row) -> tuple[Inputs, jax.Array | None, jax.Array]:
     return (q, k, v, g if row.gates else None, beta if row.delta else None, state), document, do
 
 
-def milliseconds(call: Callable, inputs: Inputs) -> float:
-    """Time of call(*inputs) -> a number. The last input, a small one, carries the dependence."""
+def chained(call: Callable, inputs: Inputs) -> Callable[[], Any]:
+    """CALLS calls of call(*inputs) -> a number, compiled as one program.
 
-    def chained(inputs):
+    The last input, a small one, carries the dependence of each call on the one before.
+    """
+
+    def run(inputs):
         def body(_, zero):
             return call(*inputs[:-1], inputs[-1] + zero.astype(inputs[-1].dtype)) * 0.0
 
         return lax.fori_loop(0, CALLS, body, jnp.float32(0))
 
-    compiled = jax.jit(chained).lower(inputs).compile()
-    return median(lambda: compiled(inputs))
+    return functools.partial(jax.jit(run).lower(inputs).compile(), inputs)
 
 
 def median(run: Callable) -> float:
@@ -161,12 +164,12 @@ def with_gradients(op: Callable, do: jax.Array) -> Callable:
     return run
 
 
-def both_times(op: Callable, inputs: Inputs, do: jax.Array) -> tuple[float, float]:
-    """(forward, forward and backward) of op(*inputs) -> output."""
+def chained_both(op: Callable, inputs: Inputs, do: jax.Array) -> tuple[Callable, Callable]:
+    """(forward, forward and backward) of op(*inputs) -> output, as programs to be timed."""
     both = with_gradients(op, do)
     return (
-        milliseconds(lambda *x: corner(op(*x)), inputs),
-        milliseconds(lambda *x: corner(both(*x)), inputs),
+        chained(lambda *x: corner(op(*x)), inputs),
+        chained(lambda *x: corner(both(*x)), inputs),
     )
 
 
@@ -190,14 +193,12 @@ def print_decode(say: Callable[[str], None]) -> None:
     say(f"{'  our XLA form':<22}{xla:>9.3f}{'':>14}   {xla / taken:.1f} times as long")
 
 
-def print_convolution(say: Callable[[str], None]) -> None:
-    """Four taps with SiLU on 4 x 4096 tokens of 2048 channels, and the bytes it must move."""
+def convolution() -> tuple[Callable, Inputs, jax.Array]:
+    """(op, inputs, cotangent): four taps with SiLU on 4 x 4096 tokens of 2048 channels."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, do = (jax.random.normal(key, (4, 4096, 2048), jnp.bfloat16) for key in keys[:2])
     taps = jax.random.normal(keys[2], (4, 2048), jnp.bfloat16)
-    forward, both = both_times(lambda x, w: ops.short_convolution(x, w)[0], (x, taps), do)
-    rates = [f"{n * x.nbytes / t / 1e9:.2f} TB/s" for n, t in ((2, forward), (5, both))]
-    say(f"{CONVOLUTION:<22}{forward:>9.3f}{'':>14}{both:>10.3f}{'':>14}   {' and '.join(rates)}")
+    return lambda x, w: ops.short_convolution(x, w)[0], (x, taps), do
 
 
 def fla_forward(row: Row) -> float | None:
@@ -280,7 +281,7 @@ def print_parts(say: Callable[[str], None]) -> None:
         moved += sum(
             x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(call, *inputs))
         )
-        taken = milliseconds(lambda *x, call=call: corner(call(*x)), inputs)
+        taken = median(chained(lambda *x, call=call: corner(call(*x)), inputs))
         say(f"{name:<22}{taken:>9.3f}   {moved / 1e6:>6.0f} MB, {moved / taken / 1e9:.2f} TB/s")
 
 
@@ -308,6 +309,20 @@ def main() -> None:
         shown += f"{taken[1]:>10.3f}{'':>14}" if len(taken) > 1 else " " * 24
         say(f"{name:<22}{shown}{ratio}")
 
+    # Compiled side by side, and all before the first is timed: XLA tries kernels as it compiles.
+    work: dict[str, tuple[Callable, Inputs, jax.Array]] = {}
+    for row in ROWS:
+        inputs, document, do = make(row)
+        work[row.name] = functools.partial(kernels, document), inputs, do
+        work[f"XLA form {row.name}"] = functools.partial(xla_form, document), inputs, do
+    inputs, do = work["S1"][1:]
+    work[CONVOLUTION], work[ATTENTION] = convolution(), (attention, inputs[:3], do)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        wanted = [name for name in work if name in args.rows]
+        programs = dict(
+            zip(wanted, pool.map(lambda n: chained_both(*work[n]), wanted), strict=True)
+        )
+
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -316,31 +331,33 @@ def main() -> None:
         f"commit {commit or 'unknown'}; {CALLS} chained calls a jit, median of {RUNS}; ms"
     )
     say(f"{'':<22}{'forward':>9}{'must':>7}{'goal':>7}{'fwd+bwd':>10}{'must':>7}{'goal':>7}")
+    for name, (forward, both) in programs.items():
+        times[name] = median(forward), median(both)
     for row in ROWS:
-        if row.name in args.rows:
-            inputs, document, do = make(row)
-            op = functools.partial(kernels, document)
-            times[row.name] = forward, both = both_times(op, inputs, do)
+        if row.name in times:
+            forward, both = times[row.name]
             say(
                 f"{row.name:<22}{forward:>9.3f}{row.must[0]:>7.2f}{row.goal[0]:>7.2f}"
                 f"{both:>10.3f}{row.must[1]:>7.2f}{row.goal[1]:>7.2f}"
             )
-            if row.name == "S1":
-                say(f"{'  temporaries':<22}{temporaries(op, inputs, do):>37.2f} GB")
+    if "S1" in times:
+        say(f"{'  temporaries of S1':<22}{temporaries(*work['S1']):>37.2f} GB")
     if DECODE.name in args.rows:
         print_decode(say)
-    if CONVOLUTION in args.rows:
-        print_convolution(say)
+    if CONVOLUTION in times:
+        moved = work[CONVOLUTION][1][0].nbytes
+        rates = [
+            f"{n * moved / t / 1e9:.2f}" for n, t in zip((2, 5), times[CONVOLUTION], strict=True)
+        ]
+        say_peer(CONVOLUTION, "", times[CONVOLUTION])
+        say(f"{'':<22}{rates[0]} and {rates[1]} TB/s")
     if args.parts:
         print_parts(say)
-    if ATTENTION in args.rows:
-        (q, k, v, *_), _, do = make(ROWS[0])
-        say_peer(ATTENTION, "S1", both_times(attention, (q, k, v), do))
+    if ATTENTION in times:
+        say_peer(ATTENTION, "S1", times[ATTENTION])
     for row in ROWS:
-        if f"XLA form {row.name}" in args.rows:
-            inputs, document, do = make(row)
-            taken = both_times(functools.partial(xla_form, document), inputs, do)
-            say_peer(f"XLA form {row.name}", row.name, taken)
+        if f"XLA form {row.name}" in times:
+            say_peer(f"XLA form {row.name}", row.name, times[f"XLA form {row.name}"])
         if f"{PEER} {row.name}" in args.rows:
             peer = fla_forward(row)
             if peer is None:
