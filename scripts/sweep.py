@@ -118,7 +118,10 @@ def run_unit(workdir: pathlib.Path, unit: sweeps.Unit, launch: Sequence[str] = (
             [*launch, *command], stdout=log, stderr=subprocess.STDOUT, env=cache
         ).returncode
     seconds = time.perf_counter() - started
-    last = " ".join(log_path.read_text().strip().splitlines()[-1:])
+    lines = log_path.read_text().strip().splitlines()
+    # What launched the process may have the last word, but not the cause.
+    causes = [line for line in lines if line.startswith("error: ")]
+    last = " ".join((causes or lines)[-1:])
     for point in unit.points:
         state = sweeps.state(workdir, point)
         if state == "done":

@@ -62,8 +62,10 @@ def get_config(arg: str | None = None) -> ConfigDict:
     if options.task == "micro":
         task = dict(vocab_size=64, train=((32, 8, 1.0),), test=((32, 8),), power_a=1.0)
     elif options.task == "small":
-        config.steps = 2400
-        task = dict(vocab_size=128, train=((64, 16, 1.0),), test=((64, 16),), power_a=1.0)
+        # Half as many pairs beside them: on 16 alone one seed of two stays at 0.88.
+        config.steps = 1600
+        mix = ((64, 16, 2.0), (32, 8, 1.0))
+        task = dict(vocab_size=128, train=mix, test=((64, 16),), power_a=1.0)
         for letter in "LDGN":
             model.mixers[letter].head_dim = 8
     elif options.task == "overwrite":

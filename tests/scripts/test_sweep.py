@@ -50,7 +50,7 @@ def test_a_failed_run_is_told_and_stops_no_other(swept):
     assert code == 1, output
     assert "2 of 3 runs done" in output and "1 failed" in output
     (line,) = [line for line in output.splitlines() if line.startswith("FAILED")]
-    assert "pattern=A,lr=1e+30,seed=1" in line and "not finite" in line
+    assert "pattern=A,lr=1e+30,seed=1: error: step " in line and "not finite" in line
     done = sorted(path.parent.name for path in (folder / "runs").glob("*/DONE"))
     assert done == ["pattern=A,lr=0.001,seed=0", "pattern=L,lr=0.001,seed=0"]
 
