@@ -1,12 +1,14 @@
 """Published hybrids in and out: checkpoints in safetensors as transformers reads and writes them.
 
 One file a family (`qwen3_5.py`, `qwen3_next.py`, `olmo_hybrid.py`, `mamba2.py`, `mamba.py`) holds
-its table of tensors and its config; `checkpoint.py` reads a folder, `export.py` writes one.
+its table of tensors and its config; `checkpoint.py` opens a folder, `load.py` reads it, `export.py`
+writes one.
 """
 
-from fastweights.interop.checkpoint import Checkpoint, load_params, open_checkpoint
+from fastweights.interop.checkpoint import Checkpoint, open_checkpoint
 from fastweights.interop.export import entries, export_imported, export_new, tensors_of
 from fastweights.interop.express import express
+from fastweights.interop.load import load_params
 from fastweights.interop.record import TOKENIZER
 from fastweights.interop.record import load as load_record
 from fastweights.interop.record import save as save_record

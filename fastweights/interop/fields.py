@@ -56,6 +56,15 @@ class Fields:
         check(isinstance(value, bool), f"{self.owner} has {name}={value!r}; it must be a boolean.")
         return value
 
+    def indices(self, name: str) -> list[int]:
+        """A list of whole numbers from 0; empty where there is none."""
+        value = self.tree.get(name) or []
+        check(
+            isinstance(value, list) and all(type(i) is int and i >= 0 for i in value),
+            f"{self.owner} has {name}={value!r}; it must be a list of layers, counted from 0.",
+        )
+        return value
+
     def only(self, **allowed: Sequence[Any]) -> None:
         """Refuses fields with other values than these; the first is what a missing field means."""
         for name, values in allowed.items():
@@ -107,7 +116,11 @@ class Fields:
             interval = self.integer("full_attention_interval", 4)
             return "".join("A" if (i + 1) % interval == 0 else "G" for i in range(count))
         check(
-            isinstance(kinds, list) and len(kinds) == count,
+            isinstance(kinds, list),
+            f"{self.owner} has layer_types={kinds!r}; it must be a list, one word a layer.",
+        )
+        check(
+            len(kinds) == count,
             f"{self.owner} has layer_types for {len(kinds)} layers but num_hidden_layers={count}; "
             "they must agree.",
         )

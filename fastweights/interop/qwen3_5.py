@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastweights import mixers
+from fastweights.errors import UserError
 from fastweights.interop.family import Context, Family
 from fastweights.interop.fields import Fields, layer_types, shortest_pattern
 from fastweights.interop.tensors import Kernels, Layer, Same, Table, Taps, swiglu, top
@@ -178,7 +179,10 @@ def delta_memory(layer: Layer, config: ModelConfig, context: Context) -> Table:
 
 def unwrap(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The text model's part of a config with a vision tower."""
-    return config.get("text_config") or config
+    text = config.get("text_config") or config
+    if not isinstance(text, Mapping):
+        raise UserError(f"config.json has text_config={text!r}; it must be an object.")
+    return text
 
 
 FAMILY = Family(

@@ -16,7 +16,7 @@ def read(fields: Fields, tied: bool) -> ModelConfig:
     """The model that a config describes; `tied` says whether the head is the embedding."""
     layers, step = fields.integer("num_hidden_layers"), fields.integer("decoder_sparse_step", 1)
     dense = {i for i in range(layers) if (i + 1) % step}
-    dense |= {i for i in fields.tree.get("mlp_only_layers") or () if i < layers}
+    dense |= {i for i in fields.indices("mlp_only_layers") if i < layers}
     moe = ExpertsConfig(
         num_experts=fields.integer("num_experts", 512),
         top_k=fields.integer("num_experts_per_tok", 10),

@@ -134,13 +134,20 @@ VISION = [
     (edit_config(text=True, rope_parameters={"rope_type": "yarn"}), "rope_type='yarn', which is"),
     (edit_config(text=True, rope_parameters=3), "rope_parameters=3; it must be an object"),
     (edit_config(text=True, layer_types=["full_attention"]), "layer_types for 1 layers but num_h"),
+    (edit_config(text=True, layer_types=3), "layer_types=3; it must be a list"),
+    (edit_config(text_config=3), "text_config=3; it must be an object"),
     (edit_config(text=True, layer_types=["mamba"] * 3), "the layer type 'mamba', which is not"),
     (
         edit_config(text=True, linear_num_key_heads=4),
         "num_heads is 6, which num_qk_heads 4 does no",
     ),
 ]
-CASES = [("mamba", *case) for case in MAMBA] + [("qwen3_5_vision", *case) for case in VISION]
+SPARSE = [(edit_config(mlp_only_layers=3), "mlp_only_layers=3; it must be a list of layers")]
+CASES = [
+    (name, *case)
+    for name, cases in (("mamba", MAMBA), ("qwen3_5_vision", VISION), ("qwen3_next_sparse", SPARSE))
+    for case in cases
+]
 
 
 @pytest.mark.parametrize(("name", "edit", "told"), CASES, ids=[case[2][:40] for case in CASES])

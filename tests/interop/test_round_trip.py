@@ -26,14 +26,20 @@ def test_logits_of_other_geometries(folder):
     published.close(logits, case.reference["logits"])
 
 
+def assert_given_back(source, params, config, tmp_path) -> None:
+    """Exports, from what an import has written down, the folder that `source` was read from."""
+    interop.save_record(source, tmp_path)
+    record = interop.load_record(tmp_path)
+    assert record is not None
+    interop.export_imported(params, config, record, tmp_path / "out")
+    published.assert_same_folder(tmp_path / "out", source.folder)
+
+
 @pytest.mark.parametrize("folder", ALL, **by_name)
 def test_export_gives_back_what_was_imported(folder, tmp_path):
     """Every file byte for byte: tensors, names, dtypes, their order, what was kept aside."""
     case = published.read(folder)
-    interop.save_record(case.source, tmp_path)
-    record = interop.load_record(tmp_path)
-    interop.export_imported(case.params, case.config, record, tmp_path / "out")
-    published.assert_same_folder(tmp_path / "out", folder)
+    assert_given_back(case.source, case.params, case.config, tmp_path)
 
 
 def rename(folder: pathlib.Path, out: pathlib.Path, change, metadata=None) -> pathlib.Path:
@@ -60,10 +66,24 @@ def test_any_prefix_is_read_and_given_back(prefix, tmp_path):
     )
     case = published.read(folder)
     assert source.published.keys() == case.source.published.keys()
-    interop.save_record(source, tmp_path)
-    record = interop.load_record(tmp_path)
-    interop.export_imported(case.params, case.config, record, tmp_path / "out")
-    published.assert_same_folder(tmp_path / "out", tmp_path / "in")
+    assert_given_back(source, case.params, case.config, tmp_path)
+
+
+def test_a_tied_head_that_is_written_out_is_given_back(tmp_path):
+    case = published.read(published.DATA / "geometries" / "mamba")
+    folder = rename(case.source.folder, tmp_path / "in", lambda name: name)
+    file = case.source.files["model.safetensors"]
+    embedding = "backbone.embeddings.weight"
+    entries = file.entries | {"lm_head.weight": file.entries[embedding]}
+    safetensors.write(
+        folder / "model.safetensors",
+        entries,
+        file.metadata,
+        lambda name: file.raw(embedding if name == "lm_head.weight" else name),
+    )
+    source = interop.open_checkpoint(folder)
+    assert source.model == case.source.model
+    assert_given_back(source, case.params, case.config, tmp_path)
 
 
 def test_what_mlx_writes_is_told_by_its_tag(tmp_path):
@@ -91,10 +111,7 @@ def test_what_mlx_writes_is_told_by_its_tag(tmp_path):
     source = interop.open_checkpoint(tmp_path / "in")
     params = interop.load_params(source, case.config, published.one_device())
     jax.tree.map(np.testing.assert_array_equal, params, case.params)
-    interop.save_record(source, tmp_path)
-    record = interop.load_record(tmp_path)
-    interop.export_imported(params, case.config, record, tmp_path / "out")
-    published.assert_same_folder(tmp_path / "out", tmp_path / "in")
+    assert_given_back(source, params, case.config, tmp_path)
     # Without the tag the numbers are not asked; the convolution's shape does not fit.
     safetensors.write(path, entries, {}, tensor)
     with pytest.raises(UserError, match=r"conv1d.weight' has shape \[58, 3, 1\] where"):
