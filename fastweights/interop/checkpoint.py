@@ -162,7 +162,7 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
     known = {name: family for family in FAMILIES for name in family.model_types}
     kind = tree.get("model_type")
     check(
-        kind in known,
+        isinstance(kind, str) and kind in known,
         f"'{path}' has model_type={kind!r}, which is not supported; known: {', '.join(known)}.",
     )
     family = known[kind]
@@ -189,6 +189,10 @@ def open_checkpoint(folder: pathlib.Path) -> Checkpoint:
             published[short] = (file, name)
     flags = [config.get("tie_word_embeddings") for config in (tree, text)]
     told = [flag for flag in flags if flag is not None]
+    for flag in told:
+        check(
+            isinstance(flag, bool), f"'{path}' has tie_word_embeddings={flag!r}; write a boolean."
+        )
     tied = any(told) if told else family.tied_by_default
     fields = Fields(text, f"'{path}'")
     model = family.read(fields, tied or HEAD not in published)

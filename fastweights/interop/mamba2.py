@@ -25,7 +25,7 @@ def read(fields: Fields, tied: bool) -> ModelConfig:
     )
     limit = fields.tree.get("time_step_limit", [0.0, math.inf])
     check(
-        isinstance(limit, list) and len(limit) == 2,
+        isinstance(limit, list) and [isinstance(t, (int, float)) for t in limit] == [True, True],
         f"{fields.owner} has time_step_limit={limit!r}; it must be a list of two numbers.",
     )
     return ModelConfig(

@@ -74,6 +74,8 @@ MAMBA = [
     (overwrite("config.json", "{"), "config.json' is not valid JSON"),
     (overwrite("config.json", "[]"), "is no JSON object"),
     (edit_config(model_type="gpt2"), "model_type='gpt2', which is not supported; known: qwen3_5_t"),
+    (edit_config(model_type=[]), r"model_type=\[\], which is not supported"),
+    (edit_config(tie_word_embeddings="no"), "tie_word_embeddings='no'; write a boolean"),
     (edit_config(hidden_act="gelu"), "hidden_act='gelu', which is not supported"),
     (edit_config(use_bias=True), "use_bias=True, which is not supported"),
     (edit_config(hidden_size="32"), "hidden_size='32'; it must be an integer"),
