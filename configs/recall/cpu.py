@@ -12,6 +12,7 @@
 Width 48 (32 for parity and S3), one or two layers, no MLP. A recall that reaches 99.5 %
 ends its run. `a` is
 attention with a short convolution, `A` without, small letters of others are those without one.
+Mamba-2 is not here: at this budget a seed of two stays at chance (rates 3e-3 and 1e-2).
 """
 
 import pathlib
@@ -26,7 +27,7 @@ SEEDS = (0, 1)
 # Task -> layers -> learning rate.
 RUNS = {
     "micro": {
-        **dict.fromkeys(("GA", "LA", "aa", "LL", "NN", "DD", "AA", "ll"), 3e-3),
+        **dict.fromkeys(("GA", "LA", "aa", "LL", "DD", "AA", "ll"), 3e-3),
         "GG": 1e-2,
     },
     "small": dict.fromkeys(("GA", "AG", "aa", "GG"), 3e-3),
@@ -47,9 +48,8 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.steps = 2000
     config.log.every = config.eval.every = config.checkpoint.every = 200
     config.eval.stop_at = 0.995
-    for letter in "LDGN":
+    for letter in "LDG":
         model.mixers[letter].head_dim = 16
-    model.mixers.N.num_heads, model.mixers.N.value_head_dim = 1, 32
     model.mixers.L.feature_map = "identity"
     layers = options.layers.removesuffix("2")
     if layers in ("AA", "ll"):
@@ -66,7 +66,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         config.steps = 1600
         mix = ((64, 16, 2.0), (32, 8, 1.0))
         task = dict(vocab_size=128, train=mix, test=((64, 16),), power_a=1.0)
-        for letter in "LDGN":
+        for letter in "LDG":
             model.mixers[letter].head_dim = 8
     elif options.task == "overwrite":
         data.kind, task = "mqar_overwrite", {}
@@ -129,7 +129,7 @@ def claims():
     # One pass of the delta rule disturbs what it wrote before, addition nothing.
     yield Claim("probe=additive", "written once", low=0.99, source=OURS)
     yield Claim("probe=delta", "written once", low=0.9, high=0.99, source=OURS)
-    for layers in ("GA", "LA", "aa", "DD", "GG", "LL", "NN"):
+    for layers in ("GA", "LA", "aa", "DD", "GG", "LL"):
         yield Claim(f"task=micro,layers={layers}", "T32_K8", low=0.97, source=OURS)
     yield Claim("task=micro,layers=AA", "T32_K8", high=0.6, source=OURS)
     yield Claim("task=micro,layers=ll", "T32_K8", high=0.35, source=OURS)
@@ -142,7 +142,8 @@ def claims():
     yield Claim("task=overwrite,layers=LL", "T40_K8_U4", high=0.95, source=OURS)
     for layers in ("GA", "aa"):
         yield Claim(f"task=copy,layers={layers}", "T32_C4", low=0.99, source=OURS)
-        yield Claim(f"task=palindrome,layers={layers}", "T16", low=0.99, source=OURS)
+    yield Claim("task=palindrome,layers=aa", "T16", low=0.99, source=OURS)
+    yield Claim("task=palindrome,layers=GA", "T16", low=0.95, source=OURS)
     for length in LENGTHS:
         place = dict(slice=f"T{length}", eval="recall" if length == 32 else "length")
         yield Claim("task=parity,layers=D2", **place, low=0.99, source=GRAZZI)

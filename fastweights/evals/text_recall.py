@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fastweights.data import DataConfig, open_text
-from fastweights.data.pipeline import TEXT
+from fastweights.data import DataConfig, run_tokenizer
 from fastweights.data.tokenizer import Tokenizer
 from fastweights.errors import check
 from fastweights.evals.forward import Context
@@ -58,21 +57,17 @@ class TextRecall:
     most: int
 
     def check_fits(self, data: DataConfig) -> None:
-        """Raises `UserError` unless the data are text."""
-        check(
-            data.kind == TEXT,
-            f"data.kind is '{data.kind}', but the eval {self.name} asks in text; use recall.",
-        )
+        """Any data will do: the tokenizer may lie in the run's folder."""
 
     def evaluate(self, context: Context, params: Any) -> Result:
         """Rows for the largest size whose prompts fit a training row, a half and a quarter of it.
 
         Raises:
-          UserError: the smallest prompt is longer than a training row, or the tokenizer can't
-            spell one.
+          UserError: there is no tokenizer, it can't spell a prompt, or the smallest prompt does not
+            fit a training row.
         """
         data = context.config.data
-        tokenizer = open_text(data).tokenizer
+        tokenizer = run_tokenizer(data, context.workdir)
         largest = self._largest(tokenizer, data.length)
         rows = []
         for size in sorted({max(largest // part, self.least) for part in (4, 2, 1)}):
