@@ -9,10 +9,13 @@
     copy       4 of 32 tokens in order; palindrome: 8 tokens in reverse
     parity     and s3: a running state, trained at 32 tokens and read to 256
 
-Width 48 (32 for parity and S3), one or two layers, no MLP. A recall that reaches 99.5 %
-ends its run. `a` is
+Width 48 (32 for parity and S3), one or two layers, no MLP. A run that recalls 99.5 % ends. `a` is
 attention with a short convolution, `A` without, small letters of others are those without one.
-Mamba-2 is not here: at this budget a seed of two stays at chance (rates 3e-3 and 1e-2).
+Mamba-2 is not here: at this budget a seed of two stays at chance (rates 3e-3 and 1e-2). Nor is
+addition on pairs written again: trained, two layers of it learn to prefer the later value (0.982
+and 0.996 at rate 1e-2), which the untrained memory of the probe cannot.
+
+The time is what the budget allows for, not yet measured on an idle machine.
 """
 
 import pathlib
@@ -31,7 +34,7 @@ RUNS = {
         "GG": 1e-2,
     },
     "small": dict.fromkeys(("GA", "AG", "aa", "GG"), 3e-3),
-    "overwrite": {"aa": 3e-3, "DD": 3e-3, "GG": 1e-2, "LL": 1e-2},
+    "overwrite": {"aa": 3e-3, "DD": 3e-3, "GG": 1e-2},
     "copy": dict.fromkeys(("GA", "aa"), 3e-3),
     "palindrome": dict.fromkeys(("GA", "aa"), 3e-3),
     "parity": dict.fromkeys(("D", "D2", "G2", "A"), 1e-2),
@@ -139,7 +142,6 @@ def claims():
     yield Claim("task=small,layers=GG", "T64_K16", high=0.8, source=ZOOLOGY)
     for layers in ("aa", "DD", "GG"):
         yield Claim(f"task=overwrite,layers={layers}", "T40_K8_U4", low=0.98, source=OURS)
-    yield Claim("task=overwrite,layers=LL", "T40_K8_U4", high=0.95, source=OURS)
     for layers in ("GA", "aa"):
         yield Claim(f"task=copy,layers={layers}", "T32_C4", low=0.99, source=OURS)
     yield Claim("task=palindrome,layers=aa", "T16", low=0.99, source=OURS)
