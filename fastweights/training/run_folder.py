@@ -142,6 +142,8 @@ def is_done(workdir: pathlib.Path) -> bool:
 
 def mark_done(workdir: pathlib.Path, step: int) -> None:
     write_atomic(workdir / "DONE", f"{step}\n")
+    # Of another process that wanted the folder meanwhile.
+    (workdir / "FAILED").unlink(missing_ok=True)
 
 
 def failure(workdir: pathlib.Path) -> str:

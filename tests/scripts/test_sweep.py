@@ -215,6 +215,9 @@ def test_failed_points_are_tried_again_only_when_asked(tmp_path):
     assert [point.name for point in unit.points] == [points[i].name for i in (0, 2, 3)]
     (row,) = table(tmp_path)
     assert row["status"] == "failed: out of memory" and row["seed"] == 1
+    run_folder.mark_done(folder, 8)
+    assert sweeps.state(tmp_path, points[1]) == "done" and not run_folder.failure(folder)
+    assert table(tmp_path)[0]["status"] == "done without the eval recall"
     # Another config in the same folder is another run.
     changed = sweeps.read_points(str(config), ["steps=9"])
     assert sweeps.state(tmp_path, changed[1]) == "open"
