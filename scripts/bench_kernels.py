@@ -312,15 +312,20 @@ def main() -> None:
     # Compiled side by side, and all before the first is timed: XLA tries kernels as it compiles.
     work: dict[str, tuple[Callable, Inputs, jax.Array]] = {}
     for row in ROWS:
-        inputs, document, do = make(row)
-        work[row.name] = functools.partial(kernels, document), inputs, do
-        work[f"XLA form {row.name}"] = functools.partial(xla_form, document), inputs, do
-    inputs, do = work["S1"][1:]
-    work[CONVOLUTION], work[ATTENTION] = convolution(), (attention, inputs[:3], do)
+        forms = {row.name: kernels, f"XLA form {row.name}": xla_form}
+        forms = {name: form for name, form in forms.items() if name in args.rows}
+        if forms:
+            inputs, document, do = make(row)
+            for name, form in forms.items():
+                work[name] = functools.partial(form, document), inputs, do
+    if CONVOLUTION in args.rows:
+        work[CONVOLUTION] = convolution()
+    if ATTENTION in args.rows:
+        inputs, _, do = make(ROWS[0])
+        work[ATTENTION] = attention, inputs[:3], do
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        wanted = [name for name in work if name in args.rows]
         programs = dict(
-            zip(wanted, pool.map(lambda n: chained_both(*work[n]), wanted), strict=True)
+            zip(work, pool.map(lambda each: chained_both(*each), work.values()), strict=True)
         )
 
     commit = subprocess.run(

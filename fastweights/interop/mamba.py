@@ -7,8 +7,7 @@ from typing import Any
 from fastweights import mixers
 from fastweights.interop.family import Context, Family
 from fastweights.interop.fields import Fields
-from fastweights.interop.mamba2 import outer
-from fastweights.interop.tensors import Kernels, Layer, Same, Table, Taps
+from fastweights.interop.tensors import MAMBA_NAMES, Kernels, Layer, Same, Table, Taps, outer
 from fastweights.model import ModelConfig
 
 
@@ -61,7 +60,7 @@ def table(config: ModelConfig, context: Context) -> Table:
     """Every tensor."""
     D, c = config.d_model, config.mixers.M
     E, N, R = c.channels(D), c.d_state, c.rank(D)
-    yield from outer(config, context)
+    yield from outer(config, context.norm, names=MAMBA_NAMES)
     for i in range(config.num_layers):
         layer = Layer(config.layout, i)
         yield layer("norm.weight", (D,), "mixer_norm.scale", context.norm)

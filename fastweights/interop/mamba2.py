@@ -9,7 +9,17 @@ from fastweights import mixers
 from fastweights.errors import check
 from fastweights.interop.family import Context, Family
 from fastweights.interop.fields import Fields
-from fastweights.interop.tensors import Kernels, Layer, Pieces, Same, Shaped, Table, Taps, top
+from fastweights.interop.tensors import (
+    MAMBA_NAMES,
+    Kernels,
+    Layer,
+    Pieces,
+    Same,
+    Shaped,
+    Table,
+    Taps,
+    outer,
+)
 from fastweights.model import ModelConfig
 
 
@@ -81,7 +91,7 @@ def table(config: ModelConfig, context: Context) -> Table:
     """Every tensor."""
     D, c = config.d_model, config.mixers.N
     G, inner, shared = c.num_heads, c.num_heads * c.value_dim, c.qk_heads * c.head_dim
-    yield from outer(config, context)
+    yield from outer(config, context.norm, names=MAMBA_NAMES)
     for i in range(config.num_layers):
         layer = Layer(config.layout, i)
         yield layer("norm.weight", (D,), "mixer_norm.scale", context.norm)
@@ -108,15 +118,6 @@ def table(config: ModelConfig, context: Context) -> Table:
         grouped = Shaped((inner,), (c.qk_heads, inner // c.qk_heads))
         yield layer("mixer.norm.weight", (inner,), "mixer.read_out.norm.scale", grouped)
         yield layer("mixer.out_proj.weight", (D, inner), "mixer.read_out.out.kernel", Kernels((D,)))
-
-
-def outer(config: ModelConfig, context: Context) -> Table:
-    """Embedding, last norm and head."""
-    V, D = config.vocab_size, config.d_model
-    yield top("embeddings.weight", (V, D), "embedding", Same())
-    yield top("norm_f.weight", (D,), "final_norm.scale", context.norm)
-    if not config.tie_embeddings:
-        yield top("lm_head.weight", (V, D), "head", Kernels((V,)))
 
 
 FAMILY = Family(

@@ -10,8 +10,7 @@ from typing import Any
 from fastweights import mixers
 from fastweights.interop.family import Context, Family
 from fastweights.interop.fields import Fields, layer_types, shortest_pattern
-from fastweights.interop.qwen3_5 import outer
-from fastweights.interop.tensors import Kernels, Layer, Same, Table, Taps, swiglu
+from fastweights.interop.tensors import Kernels, Layer, Same, Table, Taps, outer, swiglu
 from fastweights.model import ModelConfig
 
 READ_OUT_EPS = 1e-5  # fixed in the published code, whatever rms_norm_eps says
@@ -92,7 +91,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 def table(config: ModelConfig, context: Context) -> Table:
     """Every tensor."""
-    yield from outer(config, context)
+    yield from outer(config, context.norm)
     for i, letter in enumerate(config.layout.letters):
         layer = Layer(config.layout, i)
         yield from swiglu(layer, config.d_model, config.mlp_width)

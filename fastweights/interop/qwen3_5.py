@@ -12,7 +12,7 @@ from fastweights import mixers
 from fastweights.errors import UserError
 from fastweights.interop.family import Context, Family
 from fastweights.interop.fields import Fields, layer_types, shortest_pattern
-from fastweights.interop.tensors import Kernels, Layer, Same, Table, Taps, swiglu, top
+from fastweights.interop.tensors import Kernels, Layer, Same, Table, Taps, outer, swiglu
 from fastweights.model import ModelConfig
 
 
@@ -104,7 +104,7 @@ def write_hybrid(config: ModelConfig) -> dict[str, Any]:
 
 def table(config: ModelConfig, context: Context) -> Table:
     """Every tensor."""
-    yield from outer(config, context)
+    yield from outer(config, context.norm)
     for i, letter in enumerate(config.layout.letters):
         layer = Layer(config.layout, i)
         yield from norms(layer, config, context)
@@ -113,15 +113,6 @@ def table(config: ModelConfig, context: Context) -> Table:
             yield from attention(layer, config, context)
         else:
             yield from gated_delta_net(layer, config, context)
-
-
-def outer(config: ModelConfig, context: Context) -> Table:
-    """Embedding, last norm and head."""
-    V, D = config.vocab_size, config.d_model
-    yield top("embed_tokens.weight", (V, D), "embedding", Same())
-    yield top("norm.weight", (D,), "final_norm.scale", context.norm)
-    if not config.tie_embeddings:
-        yield top("lm_head.weight", (V, D), "head", Kernels((V,)))
 
 
 def norms(layer: Layer, config: ModelConfig, context: Context) -> Table:

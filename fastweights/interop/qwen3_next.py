@@ -7,7 +7,7 @@ from typing import Any
 from fastweights.interop import qwen3_5
 from fastweights.interop.family import Context, Family
 from fastweights.interop.fields import Fields
-from fastweights.interop.tensors import Kernels, Layer, Table, swiglu
+from fastweights.interop.tensors import Kernels, Layer, Table, outer, swiglu
 from fastweights.mixers.experts import ExpertsConfig
 from fastweights.model import ModelConfig
 
@@ -49,7 +49,7 @@ def write(config: ModelConfig) -> dict[str, Any]:
 
 def table(config: ModelConfig, context: Context) -> Table:
     """Every tensor."""
-    yield from qwen3_5.outer(config, context)
+    yield from outer(config, context.norm)
     for i, letter in enumerate(config.layout.letters):
         layer = Layer(config.layout, i)
         yield from qwen3_5.norms(layer, config, context)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from fastweights.model import ModelConfig
 from fastweights.pattern import Layout
 
 Path = tuple[str, ...]
@@ -199,6 +200,20 @@ class Layer:
 def top(name: str, shape: tuple[int, ...], param: str, form: Form) -> Row:
     """The row of a tensor outside the layers."""
     return Row((name,), (shape,), (Param(tuple(param.split("."))),), form)
+
+
+MAMBA_NAMES = ("embeddings", "norm_f")
+
+
+def outer(
+    config: ModelConfig, norm: Form, *, names: tuple[str, str] = ("embed_tokens", "norm")
+) -> Table:
+    """The rows of embedding and last norm, by these names, and of the head."""
+    V, D = config.vocab_size, config.d_model
+    yield top(f"{names[0]}.weight", (V, D), "embedding", Same())
+    yield top(f"{names[1]}.weight", (D,), "final_norm.scale", norm)
+    if not config.tie_embeddings:
+        yield top("lm_head.weight", (V, D), "head", Kernels((V,)))
 
 
 def swiglu(layer: Layer, width: int, hidden: int, *, at: str = "mlp", to: str = "mlp"):

@@ -74,7 +74,11 @@ def test_a_member_that_diverges_says_so_and_stops_no_other(trained):
 
 def test_a_group_stopped_twice_ends_as_one_that_was_not(trained, tmp_path):
     for last in (5, 9):
-        assert not group.train(tmp_path / "group", members(tmp_path), lambda step: step >= last)  # noqa: B023
+
+        def stop(step: int, last: int = last) -> bool:
+            return step >= last
+
+        assert not group.train(tmp_path / "group", members(tmp_path), stop)
     assert group.train(tmp_path / "group", members(tmp_path), lambda step: False)
     for name in "ab":
         assert_same_run(tmp_path / name, trained / name)

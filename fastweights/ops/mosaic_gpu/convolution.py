@@ -84,6 +84,22 @@ def _sum_of_taps(reach, window, taps, bias):
     return total if bias is None else total + bias
 
 
+def _push(spans, reaches, past, place, window):
+    """(the token's reach, the window with its input behind it)."""
+    reach = _reaches(reaches, place + past)
+    x = jnp.where(reach >= 0, _load(spans.at[:, place + past]), 0.0)
+    return reach, [*window, x]
+
+
+def _begin(reach_ref, reaches, w_ref, bias_ref, channels, barrier):
+    """(taps, bias or None), once all that was to be copied is there; the reaches are copied too."""
+    plgpu.copy_gmem_to_smem(reach_ref, reaches, barrier)
+    taps = _weights(w_ref, channels, w_ref.shape[0])
+    bias = _weights(bias_ref[0], channels, 1)[0] if bias_ref else None
+    plgpu.barrier_wait(barrier)
+    return taps, bias
+
+
 def _copy_spans(ref, b, first, channels, before, after, length, spans, barrier) -> None:
     """Each warp's span of a [B, T, D] array, with some tokens before and after it."""
     for warp in range(WARPS):
@@ -112,7 +128,7 @@ def _store_spans(spans, before, ref, b, first, channels) -> None:
 
 
 def _start(kernel, name, operands, shape, out_type, scratch, simulate):
-    """Runs kernel(b, first token, channels, operands, results, scratch) for each block."""
+    """Runs kernel(b, n, channels, operands, results, scratch) for each block."""
     batch, length, channels = shape
     counts = (batch, length // TOKENS, channels // CHANNELS)
 
@@ -152,15 +168,8 @@ def convolve(
         spans, reaches, barrier = scratch
         first = n * TOKENS
         _copy_spans(x_ref, b, first, channels, past, 0, length, spans, barrier)
-        plgpu.copy_gmem_to_smem(reach_ref.at[b, n], reaches, barrier)
-        taps = _weights(w_ref, channels, taps_count)
-        bias = _weights(bias_ref[0], channels, 1)[0] if bias_ref else None
-        plgpu.barrier_wait(barrier)
-
-        def push(place, window):
-            reach = _reaches(reaches, place + past)
-            x = jnp.where(reach >= 0, _load(spans.at[:, place + past]), 0.0)
-            return reach, [*window, x]
+        taps, bias = _begin(reach_ref.at[b, n], reaches, w_ref, bias_ref, channels, barrier)
+        push = functools.partial(_push, spans, reaches, past)
 
         def group(i, window):
             for j in range(UNROLLED):
@@ -214,15 +223,8 @@ def convolve_backward(
         first = n * TOKENS
         _copy_spans(x_ref, b, first, channels, past, past, length, xs, barrier)
         _copy_spans(dy_ref, b, first, channels, 0, past, length, dys, barrier)
-        plgpu.copy_gmem_to_smem(reach_ref.at[b, n], reaches, barrier)
-        taps = _weights(w_ref, channels, taps_count)
-        bias = _weights(bias_ref[0], channels, 1)[0] if bias_ref else None
-        plgpu.barrier_wait(barrier)
-
-        def push(place, window):
-            reach = _reaches(reaches, place + past)
-            x = jnp.where(reach >= 0, _load(xs.at[:, place + past]), 0.0)
-            return reach, [*window, x]
+        taps, bias = _begin(reach_ref.at[b, n], reaches, w_ref, bias_ref, channels, barrier)
+        push = functools.partial(_push, xs, reaches, past)
 
         def step(place, window, pending, sums):
             """`pending` are the gradients of the last X inputs, which later tokens add to."""
