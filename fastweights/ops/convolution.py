@@ -76,11 +76,9 @@ def short_convolution(
     extended_index_BE = jnp.pad(compact_index_BT, ((0, 0), (reach, 0)))
 
     if cache is None:
-        y_BTD = _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, activation, unit_heads)
+        y_BTD = _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, *form)
     else:
-        y_BTD = _outputs(
-            extended_BED, w_WD, bias_D, extended_index_BE, None, activation, unit_heads
-        )
+        y_BTD = _outputs(extended_BED, w_WD, bias_D, extended_index_BE, None, *form)
         place_BT = reach + jnp.argsort(order_BT, axis=1)
         y_BTD = jnp.take_along_axis(y_BTD, place_BT[:, :, None], axis=1)
         y_BTD = segments.select_real(y_BTD, valid_BT)
