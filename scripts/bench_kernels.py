@@ -242,9 +242,8 @@ def print_parts(say: Callable[[str], None]) -> None:
     (q, k, v, g, beta, _), _, do = make(ROWS[0])
     B, _, G, V = v.shape
     options = dict(simulate=False)
-    gates = jax.jit(lambda g: gating.make_gates(g, None))(g)
-    beta = gating.chunked(beta)
-    A, _ = jax.jit(lambda *x: gated_inverse(*x, **options))(k, beta, gates)
+    gates = jax.jit(lambda g, beta: gating.make_gates(g, beta, None))(g, beta)
+    A, _ = jax.jit(lambda *x: gated_inverse(*x, **options))(k, gates)
     states = jnp.zeros((B, G, 1, V, DIM), jnp.float32)
 
     def forward(save):
@@ -264,13 +263,13 @@ def print_parts(say: Callable[[str], None]) -> None:
         gates = gates._replace(read_BGNC=gates.read_BGNC + zero)
         return local_gradients(q, k, do, u, dv, kept, dstates, gates, scale=0.1, **options)
 
-    def inverse(k, beta, sums, zero):
-        return gated_inverse(k, beta + zero, gates._replace(sum_BGNC=sums), **options)
+    def inverse(k, gates, zero):
+        return gated_inverse(k, gates._replace(beta_BGNC=gates.beta_BGNC + zero), **options)
 
     zero = jnp.float32(0)
     parts = (
-        ("gates", lambda g: gating.make_gates(g, None), (g,)),
-        ("inverse", inverse, (k, beta, gates.sum_BGNC, zero)),
+        ("gates", lambda g, beta: gating.make_gates(g, beta, None), (g, beta)),
+        ("inverse", inverse, (k, gates, zero)),
         ("forward", forward(False), (q, k, v, A, gates, states)),
         ("forward, saving", forward(True), (q, k, v, A, gates, states)),
         ("backward scan", reverse, (q, k, do, A, scores, gates, states)),

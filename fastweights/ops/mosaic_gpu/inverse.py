@@ -24,6 +24,7 @@ Shapes: B batch, T tokens, H query/key heads, G value heads, N chunks, C = 64 to
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,14 +64,13 @@ BAND = 4
 
 @functools.partial(jax.jit, static_argnames=("simulate",))
 def gated_inverse(
-    k_BTHK: jax.Array, beta_BGNC: jax.Array, gates: Gates, *, simulate: bool
+    k_BTHK: jax.Array, gates: Gates, *, simulate: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See the module docstring.
 
     Args:
       k_BTHK: bfloat16, T a multiple of 64, K of 64.
-      beta_BGNC: float32.
-      gates: of the same chunks.
+      gates: of the same chunks, with beta.
       simulate: run in Pallas' simulator.
 
     Returns:
@@ -78,7 +78,7 @@ def gated_inverse(
       2 the token's transition stretches the state.
     """
     batch, _, heads, key_dim = k_BTHK.shape
-    value_heads, chunks = beta_BGNC.shape[1:3]
+    value_heads, chunks = gates.sum_BGNC.shape[1:3]
     group = value_heads // heads
     packed = gates.start_BNC is not None
     total = batch * value_heads * chunks
@@ -220,7 +220,7 @@ def gated_inverse(
         plgpu.SMEM((warpgroups, 2, CHUNK), jnp.int32),
         plgpu.Barrier(num_arrivals=6 if packed else 5, num_barriers=warpgroups),
     ]
-    operands = [k_BTHK, gates.sum_BGNC, beta_BGNC]
+    operands: list[Any] = [k_BTHK, gates.sum_BGNC, gates.beta_BGNC]
     if gates.start_BNC is not None:
         operands.append(gates.start_BNC)
     return call(
@@ -229,7 +229,7 @@ def gated_inverse(
         name="gated_inverse",
         out_type=(
             jax.ShapeDtypeStruct((batch, value_heads, chunks, CHUNK, CHUNK), BF16),
-            jax.ShapeDtypeStruct(beta_BGNC.shape, F32),
+            jax.ShapeDtypeStruct(gates.sum_BGNC.shape, F32),
         ),
         blocks=blocks,
         threads=warpgroups,

@@ -4,8 +4,8 @@ Across a piece the state goes S -> M S + U, and its gradient dS -> M^T dS + dU. 
 (the piece's state from nothing) and, where it matters, M; `combine` then walks over the pieces for
 the state that each begins with. Where a piece's decay leaves less than e^-12 of what came in, M is
 dropped and U needs only the last chunks of the piece. That holds for rules whose transition never
-stretches a vector, which for the delta rule means beta |k|^2 <= 2; heads where some token breaks it
-take the exact path, as do heads with little decay.
+stretches a vector, which for the delta rule means beta |k|^2 <= 2; pieces where some token breaks
+it take the exact path, as do those with little decay.
 
 Shapes: B batch, T tokens, G value heads, P pieces, N chunks of C = 64 tokens.
 """
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 
 from fastweights.ops.mosaic_gpu.gates import Gates
@@ -79,21 +80,27 @@ def count_pieces(heads: int, chunks: int) -> int:
     return pieces
 
 
-def make_plan(gates: Gates, pieces: int, contracts_BG: jax.Array) -> Plan:
-    """From the decays; contracts_BG says where no transition stretches a vector."""
+def make_plan(gates: Gates, pieces: int, stretch_BGNC: jax.Array | None) -> Plan:
+    """From the decays, and from how much each token's transition stretches (`gated_inverse`)."""
     # A document's end empties the state like an endless decay: keep is 0 there.
     keep_BGN = gates.read_BGNC[..., -1]
     total_BGN = jnp.where(keep_BGN > 0, gates.sum_BGNC[..., -1], -1e4)
     batch, heads, chunks = total_BGN.shape
-    total = total_BGN.reshape(batch, heads, pieces, chunks // pieces)
-    ahead = jnp.cumsum(total, axis=-1)
-    behind = jnp.flip(jnp.cumsum(jnp.flip(total, -1), axis=-1), -1)
-    contracts = contracts_BG[:, :, None]
-    exact = (ahead[..., -1] > -NEGLIGIBLE) | ~contracts
+    steps = chunks // pieces
+    total = total_BGN.reshape(batch, heads, pieces, 1, steps)
+    # Masked sums make fewer and faster kernels of these few numbers than jnp.cumsum does.
+    seen = np.tri(steps, dtype=bool)
+    ahead = jnp.sum(jnp.where(seen, total, 0.0), axis=-1)
+    behind = jnp.sum(jnp.where(seen.T, total, 0.0), axis=-1)
+    exact = ahead[..., -1] > -NEGLIGIBLE
+    if stretch_BGNC is not None and gates.beta_BGNC is not None:
+        # Keys of length 1 are a little longer once rounded.
+        contracts = (stretch_BGNC < 2.02) & (gates.beta_BGNC >= 0)
+        exact |= ~jnp.all(contracts.reshape(batch, heads, pieces, steps * CHUNK), axis=-1)
 
     def reach(sums):
         needed = jnp.sum(sums > -NEGLIGIBLE, axis=-1) + 1
-        return jnp.where(exact, chunks // pieces, jnp.minimum(needed, chunks // pieces))
+        return jnp.where(exact, steps, jnp.minimum(needed, steps))
 
     return Plan(*(x.astype(jnp.int32) for x in (exact, reach(behind), reach(ahead))))
 
@@ -274,7 +281,7 @@ def combine(
         del me
         ends_ref, high_ref, low_ref, exact_ref, outer_ref = operands
         (out_ref,) = results
-        high, low, barrier = scratch
+        highs, lows, barriers = scratch
         b, part, h = digits(block, batch, value_dim // WIDTH, heads)
         rows = pl.ds(part * WIDTH, WIDTH)
 
@@ -287,39 +294,49 @@ def combine(
         def at(i):
             return pieces - 1 - i if reverse else i
 
-        S = load(outer_ref.at[b, h, rows, :])
-        out_ref.at[b, h, at(0), rows, :][...] = S
-
-        def step(i, S):
+        def prepare(i):
+            """Begins to fetch what step i needs, if there is one. The outermost piece began with
+            the given state, so its end is already whole."""
             piece = at(i)
-            # The outermost piece began with the given state, so its end is already whole.
-            exact = jnp.where(i > 0, exact_ref[b, h, piece], 0)
+            exact = jnp.where((i > 0) & (i < pieces - 1), exact_ref[b, h, piece], 0)
+            here = slot(i, 2)
 
             @pl.when(exact > 0)
             def _():
-                plgpu.copy_gmem_to_smem(high_ref.at[b, h, piece], high, barrier)
-                plgpu.copy_gmem_to_smem(low_ref.at[b, h, piece], low, barrier)
-                plgpu.barrier_wait(barrier)
+                copy = plgpu.copy_gmem_to_smem
+                copy(high_ref.at[b, h, piece], highs.at[here], barriers.at[here])
+                copy(low_ref.at[b, h, piece], lows.at[here], barriers.at[here])
+
+            return exact, load(ends_ref.at[b, h, piece, rows, :])
+
+        S = load(outer_ref.at[b, h, rows, :])
+        out_ref.at[b, h, at(0), rows, :][...] = S
+
+        def step(i, carry):
+            S, exact, end = carry
+            here = slot(i, 2)
+            following = prepare(i + 1)
 
             def moved(S, end):
+                plgpu.barrier_wait(barriers.at[here])
+                high, low = turn(highs.at[here]), turn(lows.at[here])
                 S_high, S_low = split(S)
 
                 def run(sums):
-                    issue(sums[0], S_high, turn(high))
-                    issue(sums[0], S_low, turn(high))
-                    issue(sums[0], S_high, turn(low))
+                    issue(sums[0], S_high, high)
+                    issue(sums[0], S_low, high)
+                    issue(sums[0], S_high, low)
 
                 return in_layout(continue_sums(run, [end], simulate)[0])
 
-            end = load(ends_ref.at[b, h, piece, rows, :])
             S = jax.lax.cond(exact > 0, moved, lambda S, end: in_layout(end), S, end)
             fence_reads(simulate)
             out_ref.at[b, h, at(i + 1), rows, :][...] = S
-            return S
+            return S, *following
 
-        jax.lax.fori_loop(0, pieces - 1, step, S)
+        jax.lax.fori_loop(0, pieces - 1, step, (S, *prepare(jnp.int32(0))))
 
-    square = tile(key_dim, key_dim)
+    squares = tile(2, key_dim, key_dim)
     return call(
         body,
         [ends_BGPVK, *transitions, plan.exact_BGP, outer_BGVK],
@@ -327,6 +344,6 @@ def combine(
         out_type=jax.ShapeDtypeStruct(ends_BGPVK.shape, F32),
         blocks=batch * heads * (value_dim // WIDTH),
         threads=1,
-        scratch=[square, square, plgpu.Barrier(num_arrivals=2)],
+        scratch=[squares, squares, plgpu.Barrier(num_arrivals=2, num_barriers=2)],
         simulate=simulate,
     )

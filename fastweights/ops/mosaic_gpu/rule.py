@@ -25,14 +25,10 @@ from fastweights.ops.mosaic_gpu.inverse import gated_inverse
 from fastweights.ops.mosaic_gpu.support import TILE
 from fastweights.ops.mosaic_gpu.tiles import BF16, CHUNK, F32, is_wide
 
-# dbeta divides by beta^2; a smaller beta than this writes nothing that bfloat16 could show.
-LEAST_BETA = 1e-6
-
 
 class _Prepared(NamedTuple):
-    """What both passes use: None without delta (beta, A) or with one piece (plan, transitions)."""
+    """What both passes use: None without delta (A) or with one piece (plan, transitions)."""
 
-    beta_BGNC: Any
     gates: gating.Gates
     A_BGNCC: Any
     plan: Any
@@ -46,25 +42,17 @@ class _Residuals(NamedTuple):
     saved: Any  # forward.Saved
 
 
-def _floor(beta: jax.Array) -> jax.Array:
-    return jnp.where(jnp.abs(beta) < LEAST_BETA, LEAST_BETA, beta)
-
-
 def _run(inputs, state_BGVK, document_BT, scale, pieces, save, simulate):
     q, k, v, g, beta = inputs
     batch, length, value_heads, _ = v.shape
     g_BTG = jnp.zeros((batch, length, value_heads), F32) if g is None else g
-    gates = gating.make_gates(g_BTG, document_BT)
-    beta_BGNC = A = plan = transitions = None
-    contracts = jnp.ones((batch, value_heads), bool)
+    gates = gating.make_gates(g_BTG, beta, document_BT, simulate=simulate)
+    A = stretch_BGNC = plan = transitions = None
     if beta is not None:
-        beta_BGNC = gating.chunked(_floor(beta))
-        A, stretch_BGNC = gated_inverse(k, beta_BGNC, gates, simulate=simulate)
-        # Keys of length 1 are a little longer once rounded.
-        contracts = jnp.all((stretch_BGNC < 2.02) & (beta_BGNC >= 0), axis=(2, 3))
+        A, stretch_BGNC = gated_inverse(k, gates, simulate=simulate)
     states = state_BGVK[:, :, None]
     if pieces > 1:
-        plan = piecing.make_plan(gates, pieces, contracts)
+        plan = piecing.make_plan(gates, pieces, stretch_BGNC)
         ends = piecing.final_states(k, v, A, gates, state_BGVK, plan, simulate=simulate)
         transitions = _transitions(k, A, gates, plan, simulate)
         states = piecing.combine(
@@ -72,7 +60,7 @@ def _run(inputs, state_BGVK, document_BT, scale, pieces, save, simulate):
         )
     forward = scan_forward(q, k, v, A, gates, states, scale=scale, save=save, simulate=simulate)
     out = forward.o_BTGV, forward.state_BGVK
-    return out, _Prepared(beta_BGNC, gates, A, plan, transitions), forward.saved
+    return out, _Prepared(gates, A, plan, transitions), forward.saved
 
 
 def _transitions(k_BTHK, A_BGNCC, gates, plan, simulate):
@@ -100,7 +88,7 @@ def _core_forward(inputs, state_BGVK, document_BT, scale, pieces, simulate):
 
 def _core_backward(scale, pieces, simulate, residuals: _Residuals, cotangents):
     (q, k, v, g, beta), document_BT, prepared, saved = residuals
-    beta_BGNC, gates, A, plan, transitions = prepared
+    gates, A, plan, transitions = prepared
     do, dS = cotangents
     scan = functools.partial(
         scan_backward, q, k, do, A, saved.scores_BGNCC, gates,
@@ -122,17 +110,16 @@ def _core_backward(scale, pieces, simulate, residuals: _Residuals, cotangents):
         grouped = gradient_BTGK.reshape(*q.shape[:3], -1, q.shape[3])
         return jnp.sum(grouped, axis=3, dtype=F32).astype(q.dtype)
 
-    dg = dbeta = None
-    if g is not None:
-        dsum_BGNC = jnp.sum(local.dsum_JBGNC, axis=0)
-        dsum_BGNC = dsum_BGNC.at[..., -1].add(jnp.sum(local.last_JBGNC, axis=(0, -1)))
-        dg = gating.unchunked(gating.sums_so_far(dsum_BGNC, reverse=True))
+    dg, dbeta = gating.gradients(
+        local.dsum_JBGNC, local.last_JBGNC, local.write_JBGNC, gates.beta_BGNC, simulate=simulate
+    )
+    if g is None:
+        dg = None
+    else:
         dg = jnp.where(g >= MIN_LOG_DECAY, dg, 0.0)
         if document_BT is not None:
             # Zero but for rounding: the decay of a first token reaches nothing.
             dg = jnp.where(gating.begins(document_BT)[..., None], 0.0, dg)
-    if beta is not None:
-        dbeta = gating.unchunked(local.write_JBGNC[0] / jnp.square(beta_BGNC))
     return (shared(local.dq_BTGK), shared(local.dk_BTGK), dv, dg, dbeta), dS_initial, None
 
 

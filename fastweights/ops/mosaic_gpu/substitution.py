@@ -5,8 +5,7 @@ l and column l + 16). Column x of (I + L)^-1 follows from x_i = e_i - sum_{j<i} 
 from shared memory, four entries at a time, the same for the whole half warp. Nothing but
 multiply-adds in float32 touches the numbers: a power series would lose all digits on similar keys.
 
-The program is Pallas' `inline_mgpu`, for Pallas itself has no per-thread code. `reference` computes
-the same in jnp for the simulator.
+`reference` computes the same in jnp for the simulator.
 """
 
 from typing import Any
@@ -15,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fastweights.ops.mosaic_gpu.threads import Thread
 from fastweights.ops.mosaic_gpu.tiles import F32, MATRIX, plgpu
 
 HALF = 32  # rows of a block
@@ -23,62 +23,13 @@ GAP = 16  # extra floats before the second block, so that the half warps use dif
 SCRATCH = 2 * HALF * PITCH + GAP
 
 
-class _Thread:
-    """Instructions of one thread on the scratch memory, as MLIR."""
-
-    def __init__(self, pointer: Any):
-        from jax._src.lib.mlir import ir  # type: ignore[reportPrivateImportUsage]
-        from jax._src.lib.mlir.dialects import arith, llvm, math, vector
-        from jax.experimental.mosaic.gpu import utils
-
-        self.ir, self.arith, self.llvm = ir, arith, llvm
-        self.math, self.vector, self.utils = math, vector, utils
-        self.i32, self.f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        self.pointer = pointer
-
-    def lane(self) -> Any:
-        # With side effects, so that what depends on it is not moved out of the chunk loop.
-        return self.llvm.inline_asm(
-            self.i32, [], "mov.u32 $0, %laneid;", "=r", has_side_effects=True
-        )
-
-    def number(self, value: int | float) -> Any:
-        return self.utils.c(value, self.f32 if isinstance(value, float) else self.i32)
-
-    def address(self, base: Any, offset: Any) -> Any:
-        return self.utils.getelementptr(base, [offset], self.f32)
-
-    def unit(self, column: Any, row: int) -> Any:
-        """1 where this thread's column is `row`."""
-        equal = self.arith.cmpi(self.arith.CmpIPredicate.eq, column, self.number(row))
-        return self.arith.select(equal, self.number(1.0), self.number(0.0))
-
-    def load4(self, base: Any, offset: int) -> list[Any]:
-        kind = self.ir.VectorType.get((4,), self.f32)
-        value = self.llvm.load(kind, self.address(base, offset), alignment=16)
-        return [
-            self.vector.extract(
-                value,
-                dynamic_position=[],
-                static_position=self.ir.DenseI64ArrayAttr.get([i]),
-            )
-            for i in range(4)
-        ]
-
-    def subtract_product(self, x: Any, a: Any, b: Any) -> Any:
-        return self.math.fma(self.arith.negf(a), b, x)
-
-    def store(self, base: Any, offset: int, value: Any) -> None:
-        self.llvm.store(value, self.address(base, offset), alignment=4)
-
-
-def _substitute(thread: _Thread) -> None:
+def _substitute(thread: Thread, pointer: Any) -> None:
     """Scratch row j of a block holds column j of L; on return, row i holds row i of the inverse."""
     lane, arith = thread.lane(), thread.arith
     block = arith.shrui(lane, thread.number(4))
     column = arith.andi(lane, thread.number(15))
     start = arith.muli(block, thread.number(HALF * PITCH + GAP))
-    base = thread.address(thread.pointer, start)
+    base = thread.address(pointer, start)
     left = [thread.unit(column, i) for i in range(HALF)]
     # Rows 0 to 15 of the right columns are zero and stay so.
     right = [thread.unit(column, i - 16) for i in range(16, HALF)]
@@ -91,7 +42,7 @@ def _substitute(thread: _Thread) -> None:
                 if j >= 16:
                     right[i - 16] = thread.subtract_product(right[i - 16], entry, right[j - 16])
     thread.utils.warp_barrier()  # every lane has read L before the inverse overwrites it
-    out = thread.address(thread.pointer, arith.addi(start, column))
+    out = thread.address(pointer, arith.addi(start, column))
     for i in range(HALF):
         thread.store(out, i * PITCH, left[i])
         thread.store(out, i * PITCH + 16, right[i - 16] if i >= 16 else thread.number(0.0))
@@ -143,7 +94,7 @@ def invert_blocks(L_transposed: jax.Array, scratch: Any, worker: jax.Array) -> j
         warp = arith.andi(utils.warp_idx(sync=True), utils.c(3, i32))
         mine = arith.cmpi(arith.CmpIPredicate.eq, warp, worker.registers.item())
         with utils.when(mine):
-            _substitute(_Thread(pointer))
+            _substitute(Thread(), pointer)
         utils.warpgroup_barrier()
         registers = np.empty(matrix.registers.shape, dtype=object)
         for index, address in addresses():
