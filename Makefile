@@ -4,7 +4,8 @@
 # GPU kernels for machines that are not here, in a .venv-aot of its own: with compilers for GPUs
 # installed, jax looks for a GPU at each start. `make test-interop` compares with transformers, in a
 # .venv-interop of its own, since torch is large; where torch is installed elsewhere already,
-# TORCH_PYTHON names the python that has both.
+# TORCH_PYTHON names the python that has both. `make test-slurm` runs sweeps as jobs of a Slurm that
+# it starts on this machine (Debian's slurm-wlm), in a .venv-slurm of its own.
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,8 +14,10 @@ AOT := $(VENV)-aot
 AOT_STAMP := $(AOT)/.installed
 INTEROP := $(VENV)-interop
 INTEROP_STAMP := $(INTEROP)/.installed
+SLURM := $(VENV)-slurm
+SLURM_STAMP := $(SLURM)/.installed
 
-.PHONY: demo recall test test-aot test-interop lint format clean
+.PHONY: demo recall test test-aot test-interop test-slurm lint format clean
 
 demo: $(STAMP)
 	$(BIN)/python scripts/demo.py --workdir runs/demo
@@ -36,6 +39,9 @@ test-interop: $(INTEROP_STAMP)
 	$(INTEROP)/bin/python -m pytest tests/peers
 endif
 
+test-slurm: $(SLURM_STAMP)
+	$(SLURM)/bin/python -m pytest -rs tests/slurm
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,7 +52,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(AOT) $(INTEROP) runs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(AOT) $(INTEROP) $(SLURM) runs build dist .pytest_cache .ruff_cache
 
 $(STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
 	sh scripts/make_venv.sh $(VENV) dev
@@ -58,4 +64,8 @@ $(AOT_STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
 
 $(INTEROP_STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
 	sh scripts/make_venv.sh $(INTEROP) dev,interop
+	touch $@
+
+$(SLURM_STAMP): pyproject.toml constraints.txt scripts/make_venv.sh
+	sh scripts/make_venv.sh $(SLURM) dev,slurm
 	touch $@

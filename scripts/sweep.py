@@ -8,8 +8,9 @@ and the key "arg" hands `get_config` its argument.
 Each point is a run in a folder named after its overrides. With `data.on_device=true` points that
 differ in seed and learning rate alone train as one program.
 
-On a cluster, `--jobs 8 --launch "srun --gpus=1 --time=60"` has Slurm run the processes, eight at a
-time.
+On a cluster, `--jobs 8 --slurm time=240,partition=gpu,gpus_per_node=1` makes each process a job of
+Slurm (`pip install "fastweights[slurm]"`), eight at a time; one that runs out of time is queued
+again and goes on.
 
 Started again, a sweep goes on where it stopped, inside a run too. A failed run is told, becomes a
 row of the table that says why, stops no other, and is tried again with --retry; the exit code is 1
@@ -18,16 +19,12 @@ if any failed.
 
 import argparse
 import concurrent.futures
-import os
+import contextlib
 import pathlib
-import shlex
-import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
-from fastweights import cli, sweeps
+from fastweights import cli, launching, sweeps
 from fastweights.errors import check
 from fastweights.training import run_folder
 
@@ -40,17 +37,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workdir", required=True, type=pathlib.Path, help="folder of the runs")
     parser.add_argument("--jobs", type=int, default=1, help="processes at the same time")
     parser.add_argument("--group", type=int, default=16, help="runs in one program at most")
-    parser.add_argument("--launch", default="", help="put in front of each process' command")
+    parser.add_argument("--slurm", help="run processes as Slurm jobs: time=MINUTES,KEY=VALUE,...")
     parser.add_argument("--only", default="", help="run only points whose name has this in it")
     parser.add_argument("--retry", action="store_true", help="try failed points again")
     parser.add_argument("--dry_run", action="store_true", help="list the points, run nothing")
     args, overrides = cli.parse(parser, argv)
     check(args.jobs >= 1, f"--jobs is {args.jobs}; use 1 or more.")
-    launch = shlex.split(args.launch)
-    check(
-        not launch or shutil.which(launch[0]) is not None,
-        f"--launch '{args.launch}' starts with no program that is here; name one, such as srun.",
-    )
     check(args.group >= 1, f"--group is {args.group}; use 1 (no groups) or more.")
 
     points = [p for p in sweeps.read_points(args.config, overrides) if args.only in p.name]
@@ -68,12 +60,21 @@ def main(argv: list[str] | None = None) -> int:
         if point.name not in waiting:
             tell(args.workdir, point)
     started = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+    # Points that differ in seed alone, and restarts, share their compiled programs.
+    env = {"JAX_COMPILATION_CACHE_DIR": str(args.workdir.absolute() / ".compiled")}
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(args.jobs))
+        # Left before the pool, which waits for what it has begun: Slurm's jobs are cancelled first.
+        launch = (
+            launching.here(env)
+            if args.slurm is None
+            else stack.enter_context(launching.slurm(args.workdir / ".slurm", args.slurm, env))
+        )
         tasks = [pool.submit(run_unit, args.workdir, unit, launch) for unit in units]
         try:
             for task in tasks:
                 task.result()
-        except KeyboardInterrupt:
+        except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     seconds = time.perf_counter() - started
@@ -93,7 +94,7 @@ def tell(workdir: pathlib.Path, point: sweeps.Point) -> None:
         )
 
 
-def run_unit(workdir: pathlib.Path, unit: sweeps.Unit, launch: Sequence[str] = ()) -> None:
+def run_unit(workdir: pathlib.Path, unit: sweeps.Unit, launch: launching.Launch) -> None:
     """Trains one point or group in a process of its own, its output in `log.txt`."""
     try:
         if len(unit.points) > 1:
@@ -108,18 +109,14 @@ def run_unit(workdir: pathlib.Path, unit: sweeps.Unit, launch: Sequence[str] = (
         print(f"FAILED  {unit.name[:80]}: {error.strerror}", flush=True)
         return
     started = time.perf_counter()
-    # Points that differ in seed alone, and restarts, share their compiled programs.
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(workdir / ".compiled")} | os.environ
     log_path = (
         workdir / f"{unit.folder.name}.log" if len(unit.points) > 1 else (unit.folder / "log.txt")
     )
-    with log_path.open("a") as log:
-        code = subprocess.run(
-            [*launch, *command], stdout=log, stderr=subprocess.STDOUT, env=cache
-        ).returncode
+    said_before = log_path.stat().st_size if log_path.exists() else 0
+    code = launch(command, log_path)
     seconds = time.perf_counter() - started
-    lines = log_path.read_text().strip().splitlines()
-    # What launched the process may have the last word, but not the cause.
+    lines = log_path.read_bytes()[said_before:].decode(errors="replace").strip().splitlines()
+    # What a process says while it ends is not the cause.
     causes = [line for line in lines if line.startswith("error: ")]
     last = " ".join((causes or lines)[-1:])
     for point in unit.points:

@@ -4,7 +4,6 @@ import csv
 import io
 import re
 import shutil
-import subprocess
 
 import pytest
 
@@ -14,7 +13,7 @@ import report
 import sweep
 import train_group
 from fastweights import config as config_lib
-from fastweights import sweeps
+from fastweights import launching, sweeps
 from fastweights.errors import UserError
 from fastweights.training import run_folder
 from runs import ROOT, kill_at_step, run, start
@@ -223,24 +222,28 @@ def test_failed_points_are_tried_again_only_when_asked(tmp_path):
     assert sweeps.state(tmp_path, changed[1]) == "open"
 
 
-def test_processes_are_launched_by_the_program_asked_for(tmp_path, monkeypatch, capsys):
+def test_processes_are_launched_in_one_way_and_an_interrupted_one_has_not_failed(
+    tmp_path, monkeypatch, capsys
+):
     config = tmp_path / "config.py"
     config.write_text(GROUPED)
     commands = []
 
-    def pretend(command, **_):
+    def pretend(command, log):
         commands.append(command)
-        return subprocess.CompletedProcess(command, -15)
+        log.write_text("error: of before\n")
+        return -15
 
-    monkeypatch.setattr(subprocess, "run", pretend)
+    monkeypatch.setattr(launching, "here", lambda env: pretend)
     argv = ["--config", str(config), "--workdir", str(tmp_path / "runs"), "--group", "3"]
-    assert sweep.main([*argv, "--launch", "env A='1 2'"]) == 1
-    assert [command[:2] for command in commands] == [["env", "A=1 2"]] * 2
-    assert "train_group.py" in commands[0][3] and "train.py" in commands[1][3]
-    # A process that a signal ended has not failed.
+    assert sweep.main(argv) == 1
+    assert "train_group.py" in commands[0][1] and "train.py" in commands[1][1]
     assert capsys.readouterr().out.count("stopped  pattern=A") == 4
-    with pytest.raises(UserError, match="'srunn' starts with no program"):
-        sweep.main([*argv, "--launch", "srunn"])
+    monkeypatch.setattr(launching, "here", lambda env: lambda command, log: 1)
+    assert sweep.main(argv) == 1
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+    # What a log says of an earlier start is no cause.
+    assert len(told) == 4 and not any("of before" in line for line in told)
     with pytest.raises(UserError, match="--only 'pattern=B' is in no point's name"):
         sweep.main([*argv, "--only", "pattern=B"])
 
