@@ -147,9 +147,7 @@ def _by_threads(
         del me, scratch
         references = [*operands, *results]
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.Layout.WG_SPLAT, *[plgpu.RefType()] * len(references))
-        )
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, *[plgpu.RefType()] * len(references)))
         def run(ctx, block, *references):
             del ctx
             thread = Thread()
