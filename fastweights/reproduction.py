@@ -3,14 +3,13 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from fastweights.errors import check
 
 ALL = "mean of all"
-MEANS = ("recall", "chance")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +25,8 @@ class Claim:
       over: "each": every seed on its own lies in the range; "mean": their mean does, which is right
         for a published number.
     """
+
+    measure: ClassVar[str] = "recall"
 
     runs: str
     slice: str
@@ -49,6 +50,37 @@ class Claim:
         return f">= {self.low:g}" if self.high == 1 else f"{self.low:.2f} to {self.high:.2f}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The claim that one model does better than another, each at its best rate, mean over seeds.
+
+    Attributes:
+      runs, other: how the runs' names begin, of the better and of the worse.
+      slice, source, eval: as in `Claim`.
+      by: how much better at least; below 0 for one that is as good up to that much.
+      measure: "recall", or "nll", of which less is better.
+    """
+
+    runs: str
+    other: str
+    slice: str
+    by: float = 0.0
+    source: str = ""
+    eval: str = "recall"
+    measure: str = "recall"
+
+    def __post_init__(self):
+        check(
+            self.measure in ("recall", "nll"),
+            f"the order of '{self.runs}' and '{self.other}' is by '{self.measure}'; give recall or "
+            "nll.",
+        )
+
+    @property
+    def expected(self) -> str:
+        return f"{self.measure} better than {self.other} by {self.by:g}"
+
+
 def published(runs: str, slice: str, value: float, *, within: float, source: str) -> Claim:
     """The claim that the mean over seeds meets a published number."""
     low, high = max(value - within, 0.0), min(value + within, 1.0)
@@ -65,7 +97,7 @@ def mean_of_slices(runs: str, value: float, *, within: float, source: str) -> Cl
 class Verdict:
     """A claim and what became of it; the scores are one a seed, at the best learning rate."""
 
-    claim: Claim
+    claim: Claim | Order
     scores: tuple[float, ...]
     chance: float
     holds: bool
@@ -80,41 +112,61 @@ def measured(run: str, slice: str, score: float, *, chance: float, seed: int) ->
     }  # fmt: skip
 
 
-def judge(claim: Claim, rows: Sequence[dict[str, Any]]) -> Verdict:
+def judge(claim: Claim | Order, rows: Sequence[dict[str, Any]]) -> Verdict:
     """Looks the claim up in collect's rows.
 
     The learning rate is the one of the best mean over seeds. A run that is missing, unfinished or
     failed speaks against the claim, at whichever rate.
     """
-    mine = [row for row in rows if _begins(row["run"], claim.runs)]
+    scores, chance, note = _scores(claim, claim.runs, rows)
+    if not scores:
+        return Verdict(claim, (), float("nan"), False, note)
+    if isinstance(claim, Claim):
+        judged = scores if claim.over == "each" else [float(np.mean(scores))]
+        holds = all(claim.low <= score <= claim.high for score in judged)
+        return Verdict(claim, tuple(scores), chance, holds)
+    others, _, note = _scores(claim, claim.other, rows)
+    if not others:
+        return Verdict(claim, (), float("nan"), False, note)
+    mean, other = float(np.mean(scores)), float(np.mean(others))
+    gain = mean - other if claim.measure == "recall" else other - mean
+    note = f"{mean:.3f} against {other:.3f}"
+    return Verdict(claim, tuple(scores), chance, gain >= claim.by, note)
+
+
+def _scores(
+    claim: Claim | Order, runs: str, rows: Sequence[dict[str, Any]]
+) -> tuple[list[float], float, str]:
+    """One score a seed at the best rate, and chance; or no scores and why there are none."""
+    mine = [row for row in rows if _begins(row["run"], runs)]
     ended = [row for row in mine if not row["status"].startswith("done")]
     if not mine or ended:
         note = f"{ended[0]['run']} {ended[0]['status']}" if ended else "no such run"
-        return Verdict(claim, (), float("nan"), False, note)
+        return [], float("nan"), note
     found = _rows_of(claim, mine)
     if not found:
-        return Verdict(claim, (), float("nan"), False, f"no slice {claim.slice} in {claim.eval}")
+        return [], float("nan"), f"no slice {claim.slice} in {claim.eval}"
     by_rate = collections.defaultdict(list)
     for row in sorted(found, key=lambda row: row["seed"]):
-        by_rate[row["lr"]].append(row["recall"])
-    scores = max(by_rate.values(), key=lambda values: float(np.mean(values)))
-    judged = scores if claim.over == "each" else [float(np.mean(scores))]
-    holds = all(claim.low <= score <= claim.high for score in judged)
-    return Verdict(claim, tuple(scores), found[0]["chance"], holds)
+        by_rate[row["lr"]].append(row[claim.measure])
+    best = max if claim.measure == "recall" else min
+    scores = best(by_rate.values(), key=lambda values: float(np.mean(values)))
+    return scores, found[0].get("chance", float("nan")), ""
 
 
-def _rows_of(claim: Claim, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _rows_of(claim: Claim | Order, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the claim's slice; for `ALL` one a run, with its means over slices."""
     names = claim.eval.split(",")
-    mine = [row for row in rows if row["eval"] in names and row.get("recall") is not None]
+    mine = [row for row in rows if row["eval"] in names and row.get(claim.measure) is not None]
     if claim.slice != ALL:
         return [row for row in mine if row["slice"] == claim.slice]
     runs = collections.defaultdict(list)
     for row in mine:
         if "/" not in row["slice"]:
             runs[row["run"]].append(row)
+    means = [key for key in ("recall", "chance", "nll") if key in mine[0]] if mine else []
     return [
-        {**found[0], **{key: float(np.mean([row[key] for row in found])) for key in MEANS}}
+        {**found[0], **{key: float(np.mean([row[key] for row in found])) for key in means}}
         for found in runs.values()
     ]
 
@@ -124,6 +176,6 @@ def _begins(run: str, start: str) -> bool:
     return name == start or name.startswith(start + ",")
 
 
-def judge_all(claims: Sequence[Claim], rows: Sequence[dict[str, Any]]) -> list[Verdict]:
+def judge_all(claims: Sequence[Claim | Order], rows: Sequence[dict[str, Any]]) -> list[Verdict]:
     check(bool(claims), "claims() yields none; yield one Claim for each number expected.")
     return [judge(claim, rows) for claim in claims]

@@ -214,7 +214,8 @@ def train(folder: pathlib.Path, members: Members, should_stop: Callable[[int], b
             if step == common.steps or not any(going):
                 break
             if should_stop(step):
-                checkpoints.save(step, state_N, data_position=step, evals=None)
+                if step not in checkpoints.steps():
+                    checkpoints.save(step, state_N, data_position=step, evals=None)
                 return False
             stop = _next_event(common, step)
             stops_N = jnp.asarray([stop if on else step for on in going], jnp.int32)

@@ -1,5 +1,6 @@
 """Claims and verdicts; the memory probe; configs of configs/recall/."""
 
+import numpy as np
 import pytest
 
 import reproduce
@@ -7,8 +8,9 @@ from fastweights import config as config_lib
 from fastweights import reproduction, sweeps
 from fastweights.errors import UserError
 from fastweights.probe import memory_probe
-from fastweights.reproduction import Claim, judge, mean_of_slices, published
+from fastweights.reproduction import Claim, Order, judge, mean_of_slices, published
 from fastweights.tasks import eval_slices
+from fastweights.training import group, metrics
 
 NAMES = sorted(path.stem for path in reproduce.CONFIGS.glob("*.py"))
 
@@ -38,6 +40,29 @@ def test_a_claim_is_judged_at_the_rate_of_the_best_mean(claim, holds):
     verdict = judge(claim, ROWS)
     assert verdict.scores == (0.9, 0.7) and verdict.chance == 0.5
     assert verdict.holds == holds
+
+
+@pytest.mark.parametrize(
+    ("order", "holds", "note"),
+    [
+        (Order("task=a,layers=G", "task=a,layers=L", "T8_K2", 0.29), True, "0.800 against 0.500"),
+        (Order("task=a,layers=G", "task=a,layers=L", "T8_K2", 0.31), False, "0.800 against 0.500"),
+        (Order("task=a,layers=L", "task=a,layers=G", "T8_K2", -0.29), False, "0.500 against 0.800"),
+        (Order("task=a,layers=L", "task=a,layers=G", "T8_K2", -0.31), True, "0.500 against 0.800"),
+        # The rate of the lowest mean loss is another one.
+        (Order("task=a,layers=L", "task=a,layers=G", "T8_K2", 0.2, measure="nll"), True,
+         "1.000 against 1.250"),
+        (Order("task=a,layers=G", "task=a,layers=L", "T8_K2", 0.0, measure="nll"), False,
+         "1.250 against 1.000"),
+        (Order("task=a,layers=G", "task=a,layers=S", "T8_K2"), False, "no such run"),
+    ],
+)  # fmt: skip
+def test_an_order_is_that_of_the_means_each_at_its_best_rate(order, holds, note):
+    other = [row(0, 0.1, 0.5, run="task=a,layers=L") | {"nll": 1.0}]
+    losses = (2.0, 2.0, 1.0, 1.5)
+    mine = [found | {"nll": nll} for found, nll in zip(ROWS, losses, strict=True)]
+    verdict = judge(order, mine + other)
+    assert (verdict.holds, verdict.note) == (holds, note)
 
 
 @pytest.mark.parametrize(
@@ -76,22 +101,64 @@ def test_the_notes_tell_claims_scores_and_place():
     assert "| task=a,layers=G | T8_K2 | 0.500 | >= 0.8 | 0.900 0.700 | **no** | us |" in text
 
 
+def rows_of(point):
+    """What a run of the point would leave, every score 1."""
+    config = point.config
+    if config.data.kind == "text":
+        parts = {f"0-{config.data.length - 1}": 0.0, "256-511": 0.0}
+    else:
+        parts = {part.name: part.chance for part in eval_slices(config.data.task)}
+    return [
+        {"run": point.name, "status": "done", "eval": eval_name, "slice": name, "nll": 1.0,
+         "lr": config.optim.lr, "seed": config.seed, "recall": 1.0, "chance": chance}
+        for name, chance in parts.items()
+        for eval_name in config.eval.final.split(",")
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_every_claim_is_on_runs_that_its_sweep_makes(name):
+def test_every_claim_is_on_runs_that_its_sweep_makes(tmp_path, name):
     spec = str(reproduce.CONFIGS / f"{name}.py")
     points = sweeps.read_points(spec, [])
-    rows = [
-        {"run": point.name, "status": "done", "eval": eval_name, "slice": part.name, "lr": 0,
-         "seed": point.config.seed, "recall": 1.0, "chance": part.chance}
-        for point in points
-        for part in eval_slices(point.config.data.task)
-        for eval_name in point.config.eval.final.split(",")
-    ]  # fmt: skip
+    rows = [row for point in points for row in rows_of(point)]
     claims = config_lib.call_config_file(spec, "claims", pass_arg=False)
     for verdict in reproduction.judge_all(claims, rows):
         if not verdict.claim.runs.startswith("probe="):
             assert verdict.scores, (verdict.claim, verdict.note)
             assert verdict.claim.source
+    # Seeds and rates of a model are one program.
+    units = sweeps.plan(tmp_path, points, 16)
+    alone = [unit for unit in units if len(unit.points) == 1]
+    models = {point.name.partition(",lr=")[0] for point in points}
+    if name not in ("cpu", "zoology"):
+        assert {unit.points[0].config.data.kind for unit in alone} <= {"text"}
+        assert len(units) - len(alone) == sum("task=text" not in model for model in models)
+
+
+@pytest.mark.parametrize(
+    ("name", "arg"),
+    [
+        ("ratio", "task=k_hop,pattern=G"),
+        ("placement", "task=k_hop,place=first"),
+        ("niah", "variant=single_2,mixer=G"),
+        ("extrapolation", "rope=0.0"),
+        ("parity_retrieval", "layers=GGGA2"),
+    ],
+)
+def test_a_small_model_of_each_config_trains_with_its_other_seeds_and_rates(tmp_path, name, arg):
+    # One layer, the same in all: compiling is what this costs.
+    few = ["batch_size=2", "eval.every=0", "eval.stop_at=0", "log.every=1", "checkpoint.every=2",
+           "model.pattern=A", "model.num_layers=1"]  # fmt: skip
+    spec = f"{reproduce.CONFIGS / name}.py:{arg}"
+    folders = {
+        tmp_path / seed: config_lib.load(spec, [*few, f"seed={seed}", f"optim.lr=1e-{seed}"])
+        for seed in "23"
+    }
+    # To be stopped right after a checkpoint is no reason to save again.
+    assert not group.train(tmp_path / "group", folders, lambda step: step == 2)
+    losses = [[found["loss"] for found in metrics.read_metrics(path, "train")] for path in folders]
+    assert len(losses[0]) == 2 and losses[0] != losses[1]
+    assert np.isfinite(losses).all()
 
 
 def test_the_delta_rule_overwrites_and_addition_sums():
@@ -121,5 +188,7 @@ def test_mistakes_are_named():
         reproduce.main(["zoo", "--workdir", "x"])
     with pytest.raises(UserError, match=r"is 0.9 to 0.5 over each"):
         Claim("a", "b", low=0.9, high=0.5)
+    with pytest.raises(UserError, match="is by 'loss'; give recall or nll"):
+        Order("a", "b", "c", measure="loss")
     with pytest.raises(UserError, match="yields none"):
         reproduction.judge_all([], ROWS)
