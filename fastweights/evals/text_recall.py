@@ -12,8 +12,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fastweights.data import DataConfig, run_tokenizer
@@ -21,7 +19,8 @@ from fastweights.data.tokenizer import Tokenizer
 from fastweights.errors import check
 from fastweights.evals.forward import Context
 from fastweights.evals.result import Result
-from fastweights.model import bind
+from fastweights.generation.engine import Engine
+from fastweights.generation.scoring import score_steps
 from fastweights.tasks import lookup
 from fastweights.tasks.base import IGNORE, stream
 
@@ -133,25 +132,17 @@ def decode(
 
     Positions before the first answer hold False and 0.
     """
-    tokens_BT, targets_BT = jnp.asarray(batch["tokens"]), batch["targets"]
+    tokens_BT, targets_BT = batch["tokens"], batch["targets"]
     asked_T = (targets_BT != IGNORE).any(axis=0)
     start, stop = int(asked_T.argmax()), int(np.flatnonzero(asked_T)[-1]) + 1
-
-    @jax.jit
-    def run(params: Any, tokens_BT: jax.Array, targets_B: jax.Array, cache: Any) -> Any:
-        logits_BTV, cache = bind(context.graphdef, params)(tokens_BT, cache=cache)
-        logs_BV = jax.nn.log_softmax(logits_BTV[:, -1].astype(jnp.float32))
-        # No target is -1, whose loss nobody reads.
-        nll_B1 = -jnp.take_along_axis(logs_BV, jnp.maximum(targets_B, 0)[:, None], axis=1)
-        return (jnp.argmax(logs_BV, axis=1) == targets_B, nll_B1[:, 0]), cache
-
-    cache = bind(context.graphdef, params).init_cache(*tokens_BT.shape)
+    model, steps = context.config.model, stop - start
+    engine = Engine(model, params, rows=context.rows, prompt_length=start + 1, new_tokens=steps)
+    prompts = list(tokens_BT[:, : start + 1])
+    # What follows the last answer is asked for nothing, so that any token will do for it.
+    after_BN = np.pad(tokens_BT, ((0, 0), (0, 1)))[:, start + 1 : stop + 1]
     correct_BT, nll_BT = np.zeros(targets_BT.shape, bool), np.zeros(targets_BT.shape)
-    done = 0
-    for t in range(start, stop):
-        piece = (tokens_BT[:, done : t + 1], jnp.asarray(targets_BT[:, t]))
-        (correct_BT[:, t], nll_BT[:, t]), cache = run(params, *piece, cache)
-        done = t + 1
+    found = score_steps(engine, prompts, after_BN, targets_BT[:, start:stop])
+    nll_BT[:, start:stop], correct_BT[:, start:stop] = found
     return correct_BT, nll_BT
 
 

@@ -120,7 +120,6 @@ class Engine:
         """(cache, params, logits_BV, start, first_index) -> (cache, logits_BV, tokens_BN)."""
 
         def decode(cache, params, logits_BV, start, first_index):
-            model = bind(self._graphdef, params)
             fold = jax.vmap(jax.random.fold_in, (None, 0))
             keys_B = fold(jax.random.key(self.sampling.seed), first_index + jnp.arange(self.rows))
 
@@ -128,8 +127,7 @@ class Engine:
                 cache, logits_BV = carry
                 keys_now_B = jax.vmap(jax.random.fold_in, (0, None))(keys_B, number)
                 token_B = choose(logits_BV, keys_now_B, self.sampling, self.vocab_size)
-                h_B1D, cache = model.hidden(token_B[:, None], cache=cache)
-                return (cache, model.unembed(h_B1D)[:, 0]), token_B
+                return self.step(params, cache, token_B), token_B
 
             numbers = start + jnp.arange(self.burst)
             (cache, logits_BV), tokens_NB = jax.lax.scan(step, (cache, logits_BV), numbers)
@@ -142,6 +140,12 @@ class Engine:
         outs = (self._cache_placed, rows, whole)
         jitted = jax.jit(decode, donate_argnums=(0, 2), out_shardings=outs)
         return jitted.lower(self._cache, self.params, logits_BV, number, number).compile()
+
+    def step(self, params: Any, cache: Any, token_B: jax.Array) -> tuple[Any, jax.Array]:
+        """(cache, logits_BV of the token after) once one more token a row is read; to be traced."""
+        model = bind(self._graphdef, params)
+        h_B1D, cache = model.hidden(token_B[:, None], cache=cache)
+        return cache, model.unembed(h_B1D)[:, 0]
 
     def fresh_cache(self) -> Any:
         """Caches that hold nothing yet."""

@@ -1,4 +1,6 @@
-"""Log-likelihoods of texts of any length, read in chunks over the caches that generation uses."""
+"""Log-likelihoods of texts of any length, over the caches that generation uses: read in chunks, or
+token by token as generation reads its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fastweights.errors import check
-from fastweights.generation.engine import flush_right, round_up
+from fastweights.generation.engine import Engine, flush_right, round_up
 from fastweights.generation.weights import for_decoding, place_rows, unrolled
 from fastweights.model import ModelConfig, abstract_model, bind
 from fastweights.training.loss import IGNORE, hidden_loss
@@ -100,3 +102,45 @@ class Scorer:
             total += np.asarray(likelihood_B, np.float64)
             missed |= np.asarray(missed_B)
         return [Score(float(total[i]), not missed[i]) for i in range(len(texts))]
+
+
+def score_steps(
+    engine: Engine, prompts: Sequence[np.ndarray], tokens_PN: np.ndarray, targets_PN: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Reads prompts as generation does, then given tokens one at a time in place of its own choice.
+
+    Args:
+      engine: with room for the prompts and what follows them; reads `rows` of them at a time.
+      prompts: token ids, one array a prompt, P of them.
+      tokens_PN: int32, what follows the prompts.
+      targets_PN: int32, what to score in its place; those below 0 are not wanted.
+
+    Returns:
+      (nll_PN float32 in nats, correct_PN bool: the target is the likeliest token); 0 and False
+      where there is no target.
+    """
+
+    def score(params, cache, logits_BV, tokens_NB, targets_NB):
+        def step(carry, given):
+            (cache, logits_BV), (token_B, target_B) = carry, given
+            logs_BV = jax.nn.log_softmax(logits_BV.astype(jnp.float32))
+            nll_B1 = -jnp.take_along_axis(logs_BV, jnp.maximum(target_B, 0)[:, None], axis=1)
+            nll_B = jnp.where(target_B < 0, 0.0, nll_B1[:, 0])
+            correct_B = jnp.argmax(logs_BV, axis=1) == target_B
+            return engine.step(params, cache, token_B), (nll_B, correct_B)
+
+        (cache, _), found = jax.lax.scan(step, (cache, logits_BV), (tokens_NB, targets_NB))
+        return cache, found  # The cache too, so that it is written in place.
+
+    run = jax.jit(score, donate_argnums=1)
+    pieces = []
+    for start in range(0, len(prompts), engine.rows):
+        piece = slice(start, start + engine.rows)
+        cache, logits_BV = engine.prefill(prompts[piece])
+        missing = ((0, engine.rows - len(prompts[piece])), (0, 0))
+        tokens_BN = np.pad(tokens_PN[piece], missing)
+        targets_BN = np.pad(targets_PN[piece], missing, constant_values=IGNORE)
+        found = run(engine.params, cache, logits_BV, tokens_BN.T, targets_BN.T)[1]
+        pieces.append(jax.device_get(found))
+    nll_NP, correct_NP = (np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True))
+    return nll_NP.T[: len(prompts)], correct_NP.T[: len(prompts)]
