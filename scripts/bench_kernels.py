@@ -3,10 +3,10 @@ it can be imported, fla's forward.
 
     python scripts/bench_kernels.py [--rows S1 S2] [--out results/kernels_h200.txt]
 
-A time is that of CALLS calls chained inside one jit (each waits for the last through a number added
-to an input), divided by CALLS, median of RUNS: launch gaps of a lone call stay out. Milliseconds;
-inputs bfloat16 from a normal distribution, q and k of length 1, gates log(sigmoid(normal + 3))
-unless said.
+A time is that of CALLS calls chained inside one jit (each waits for the last through a number that
+fills its initial state, or is added to an input), divided by CALLS, median of RUNS: launch gaps of a
+lone call stay out. Milliseconds; inputs bfloat16 from a normal distribution, q and k of length 1,
+gates log(sigmoid(normal + 3)) unless said.
 """
 
 import argparse
@@ -70,7 +70,7 @@ DECODE = Row("decode step, batch 64", (64, 1, 16, 32), (0.10, 0.10), (0.075, 0.0
 
 
 def make(row: Row) -> tuple[Inputs, jax.Array | None, jax.Array]:
-    """Inputs with the initial state last, document numbers, cotangent of the output."""
+    """Inputs with what fills the initial state last, document numbers, cotangent of the output."""
     B, T, H, G = row.shape
     rng = np.random.default_rng(0)
     keys = iter(jax.random.split(jax.random.key(0), 8))
@@ -98,9 +98,14 @@ def make(row: Row) -> tuple[Inputs, jax.Array | None, jax.Array]:
         for line in cuts:
             line[1 + rng.choice(T - 1, row.documents - 1, replace=False)] = 1
         document = jnp.asarray(np.cumsum(cuts, axis=1), jnp.int32)
-    state = jnp.zeros((B, G, DIM, DIM), jnp.float32)
     do = normal(B, T, G, DIM).astype(jnp.bfloat16)
-    return (q, k, v, g if row.gates else None, beta if row.delta else None, state), document, do
+    return (q, k, v, g if row.gates else None, beta if row.delta else None, jnp.float32(0)), document, do
+
+
+def initial_state(zero: jax.Array, v: jax.Array) -> jax.Array:
+    """Of zeros, as a call without an initial state has it."""
+    B, _, G, V = v.shape
+    return jnp.broadcast_to(lax.stop_gradient(zero), (B, G, DIM, V))
 
 
 def chained(call: Callable, inputs: Inputs) -> Callable[[], Any]:
@@ -181,7 +186,8 @@ def temporaries(op: Callable, inputs: Inputs, do: jax.Array) -> float:
 
 def print_decode(say: Callable[[str], None]) -> None:
     """One token: the kernel and the XLA form, and the state read and written over the time."""
-    inputs, _, _ = make(DECODE)
+    (*inputs, zero), _, _ = make(DECODE)
+    inputs.append(initial_state(zero, inputs[2]))
     scale = DIM**-0.5
     moved = 2 * inputs[-1].nbytes
     taken = step_time(functools.partial(decode.core, scale=scale), inputs)
@@ -226,11 +232,14 @@ def fla_forward(row: Row) -> float | None:
 
 
 def kernels(document: jax.Array | None, *inputs: Any) -> jax.Array:
-    return rule.core(*inputs, document, scale=DIM**-0.5)[0]
+    *inputs, zero = inputs
+    return rule.core(*inputs, initial_state(zero, inputs[2]), document, scale=DIM**-0.5)[0]
 
 
 def xla_form(document: jax.Array | None, *inputs: Any) -> jax.Array:
-    return chunked.core(*inputs, document, scale=DIM**-0.5, chunk_size=64)[0]
+    *inputs, zero = inputs
+    state = initial_state(zero, inputs[2])
+    return chunked.core(*inputs, state, document, scale=DIM**-0.5, chunk_size=64)[0]
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

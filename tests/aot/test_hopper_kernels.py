@@ -1,5 +1,5 @@
-"""Every variant of the Hopper kernels compiles for the H200, spills no register, and no product
-waits for the one before."""
+"""Every variant of the Hopper kernels compiles for the H200, with no register spilled (but for the
+few below) and no product waiting for the one before."""
 
 import functools
 import math
@@ -168,8 +168,13 @@ def compiled(mesh, call, arguments, **options):
 
 
 # By kernel, K and V. Four tiles of V leave the one warpgroup of `local_gradients` no register to
-# spare; 64 x 256 numbers of a state are half of all that the warpgroup of `scan_forward` has.
-SPILLS = {("local_gradients", 128, 256): 16, ("scan_forward", 256, 128): 8}
+# spare; 64 x 256 numbers of a state are half of all that the warpgroup of `scan_forward` has. With K
+# and V of 128 it is the warpgroup that copies, which waits for the others anyway, where it saves.
+SPILLS = {
+    ("local_gradients", 128, 256): 16,
+    ("scan_forward", 256, 128): 8,
+    ("scan_forward", 128, 128): 8,
+}
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,8 @@ from fastweights.ops.mosaic_gpu.tiles import (
 
 # Registers a thread of (computing, copying) warpgroups after they traded: a block of three
 # warpgroups starts with 168 each, and asking for more than 504 in all waits for ever. With 200 for
-# those that compute, ptxas ran every product of the kernel by itself (C7512), at 1.5 times the time.
-REGISTERS = (208, 88)
+# those that compute, ptxas runs every product of the kernel by itself (C7512).
+REGISTERS = (208, 80)
 
 
 class Saved(NamedTuple):

@@ -1,8 +1,7 @@
 """Decays, beta and documents as the Hopper kernels read them, made before and undone after.
 
-A thread takes a chunk of a head: it reads along the heads, side by side with its neighbours, and
-writes a row of 64 numbers. XLA would take five kernels for these small arrays, longer than an
-eighth of all else in the forward pass. The simulator has no per-thread code, so there jnp does it.
+A warp takes a chunk of a head, two tokens a thread. XLA would take five kernels for these small
+arrays. The simulator has no per-thread code, so there jnp does it.
 
 Shapes: B batch, T tokens, G value heads, N chunks, C = 64 tokens, J parts of a sum.
 """
@@ -20,7 +19,7 @@ from fastweights.ops.mosaic_gpu.tiles import CHUNK, LOG2_E, call, plgpu
 
 # dbeta divides by beta^2; a smaller beta than this writes nothing that bfloat16 could show.
 LEAST_BETA = 1e-6
-THREADS = 128  # of a warpgroup
+WARPS = 4  # of a block
 
 
 class Gates(NamedTuple):
@@ -65,7 +64,7 @@ def make_gates(
             made.append(chunked(jnp.where(small, LEAST_BETA, beta_BTG)))
     else:
         targets = [row] * (2 + len(inputs))
-        made = _by_threads(_make, inputs, targets, "make_gates", (batch, heads, length // CHUNK))
+        made = _by_warps(_make, inputs, targets, "make_gates", (batch, heads, length // CHUNK))
     sum_BGNC, read, write, *beta = made
     beta_BGNC = beta[0] if beta else None
     if document_BT is None:
@@ -102,7 +101,7 @@ def gradients(
     if beta_BGNC is not None:
         sources, targets = [*sources, write_JBGNC, beta_BGNC], [out, out]
     body = functools.partial(_undo, parts=parts)
-    dg, *dbeta = _by_threads(body, sources, targets, "gate_gradients", (batch, heads, chunks))
+    dg, *dbeta = _by_warps(body, sources, targets, "gate_gradients", (batch, heads, chunks))
     return dg, dbeta[0] if dbeta else None
 
 
@@ -123,23 +122,25 @@ def begins(document_BT: jax.Array) -> jax.Array:
 
 
 class _Place(NamedTuple):
-    """Where a thread works: offsets of its chunk in [B, T, G] and in [B, G, N, C]."""
+    """Where a thread works: its lane, the offset of its two tokens in [B, T, G] and in
+    [B, G, N, C], the distance from one token to the next in the former, and the size of both."""
 
+    lane: Any
     tokens: Any
     row: Any
-    heads: int
-    numbers: int  # in all of [B, G, N, C]
+    stride: int
+    size: int
 
 
-def _by_threads(
+def _by_warps(
     body: Callable[[Thread, _Place, list[Any], list[Any]], None],
     sources: Sequence[jax.Array],
     targets: Sequence[jax.ShapeDtypeStruct],
     name: str,
     sizes: tuple[int, int, int],
 ) -> Sequence[jax.Array]:
-    """Runs body(thread, place, pointers to sources, pointers to targets) for each chunk of sizes
-    (B, G, N), the heads of a chunk side by side."""
+    """Runs body(thread, place, pointers to sources, pointers to targets) by a warp for each chunk
+    of sizes (B, G, N)."""
     batch, heads, chunks = sizes
     total = batch * heads * chunks
 
@@ -151,13 +152,18 @@ def _by_threads(
         def run(ctx, block, *references):
             del ctx
             thread = Thread()
-            index = thread.index(block.registers.item(), THREADS, thread.in_warpgroup())
-            with thread.where_below(index, total):
+            # Heads vary fastest: the warps of a block read from the same lines.
+            index = thread.index(block.registers.item(), WARPS, thread.warp())
+            with thread.only_below(index, total):
                 n, h = thread.digits(index, heads)
                 b, n_of_row = thread.digits(n, chunks)
+                lane = thread.lane()
+                token = thread.index(thread.index(n, CHUNK // 2, lane), 2, 0)
+                row = thread.index(b, heads, h, chunks, n_of_row, CHUNK // 2, lane)
                 place = _Place(
-                    thread.index(n, CHUNK * heads, h),
-                    thread.index(thread.index(b, heads, h, chunks, n_of_row), CHUNK, 0),
+                    lane,
+                    thread.index(token, heads, h),
+                    thread.index(row, 2, 0),
                     heads,
                     total * CHUNK,
                 )
@@ -171,7 +177,7 @@ def _by_threads(
         sources,
         name=name,
         out_type=tuple(targets),
-        blocks=-(-total // THREADS),
+        blocks=-(-total // WARPS),
         threads=1,
         scratch=(),
         simulate=False,
@@ -180,23 +186,25 @@ def _by_threads(
 
 def _make(thread: Thread, place: _Place, sources: list[Any], targets: list[Any]) -> None:
     gate, *betas = (thread.address(x, place.tokens) for x in sources)
-    total, read, write, *kept = (thread.address(x, place.row) for x in targets)
+    sums, read, write, *kept = (thread.address(x, place.row) for x in targets)
+
+    def both(base, change):
+        return [change(thread.load(base, i * place.stride)) for i in range(2)]
+
     unit, least = thread.number(LOG2_E), thread.number(MIN_LOG_DECAY)
-    sums = [thread.number(0.0)]
-    for i in range(CHUNK):
-        g = thread.larger(thread.load(gate, i * place.heads), least)
-        sums.append(thread.add(sums[-1], thread.multiply(g, unit)))
-    for i in range(0, CHUNK, 4):
-        four = sums[1 + i : 5 + i]
-        behind = [thread.subtract(sums[-1], x) for x in four]
-        thread.store4(total, i, four)
-        thread.store4(read, i, [thread.power_of_two(x) for x in four])
-        thread.store4(write, i, [thread.power_of_two(x) for x in behind])
+    first, second = both(gate, lambda g: thread.multiply(thread.larger(g, least), unit))
+    before, _ = thread.sum_of_others(thread.add(first, second), place.lane)
+    first = thread.add(before, first)
+    second = thread.add(first, second)
+    total = thread.from_lane(31, second)
+    thread.store2(sums, 0, first, second)
+    thread.store2(read, 0, *map(thread.power_of_two, (first, second)))
+    behind = (thread.subtract(total, x) for x in (first, second))
+    thread.store2(write, 0, *map(thread.power_of_two, behind))
     least = thread.number(LEAST_BETA)
     for source, target in zip(betas, kept, strict=True):
-        for i in range(0, CHUNK, 4):
-            four = [thread.load(source, (i + j) * place.heads) for j in range(4)]
-            thread.store4(target, i, [thread.where_less(x, least, least, x) for x in four])
+        floored = both(source, lambda x: thread.where_less(x, least, least, x))
+        thread.store2(target, 0, *floored)
 
 
 def _undo(
@@ -204,21 +212,19 @@ def _undo(
 ) -> None:
     dsum, last, *of_beta = (thread.address(x, place.row) for x in sources)
     dg, *dbeta = (thread.address(x, place.tokens) for x in targets)
-    dsums = [thread.address(dsum, j * place.numbers) for j in range(parts)]
-    lasts = [thread.address(last, j * place.numbers) for j in range(parts)]
-    total = thread.number(0.0)
-    for i in range(0, CHUNK, 4):
-        for x in lasts:
-            total = functools.reduce(thread.add, thread.load4(x, i), total)
-    for i in reversed(range(0, CHUNK, 4)):
-        fours = [thread.load4(x, i) for x in dsums]
-        for j in reversed(range(4)):
-            total = functools.reduce(thread.add, [four[j] for four in fours], total)
-            thread.store(dg, (i + j) * place.heads, total)
+
+    def over_parts(base):
+        pairs = [thread.load_many(2, thread.address(base, j * place.size)) for j in range(parts)]
+        return [functools.reduce(thread.add, x) for x in zip(*pairs, strict=True)]
+
+    first, second = over_parts(dsum)
+    behind, _ = thread.sum_of_others(thread.add(first, second), place.lane, behind=True)
+    _, extra = thread.sum_of_others(thread.add(*over_parts(last)), place.lane)
+    second = thread.add(thread.add(behind, extra), second)
+    thread.store(dg, 0, thread.add(second, first))
+    thread.store(dg, place.stride, second)
     if of_beta:
-        write, beta = of_beta
-        for i in range(0, CHUNK, 4):
-            fours = zip(thread.load4(write, i), thread.load4(beta, i), strict=True)
-            for j, (dot, b) in enumerate(fours):
-                quotient = thread.divide(dot, thread.multiply(b, b))
-                thread.store(dbeta[0], (i + j) * place.heads, quotient)
+        pairs = zip(*(thread.load_many(2, x) for x in of_beta), strict=True)
+        for i, (dot, beta) in enumerate(pairs):
+            quotient = thread.divide(dot, thread.multiply(beta, beta))
+            thread.store(dbeta[0], i * place.stride, quotient)

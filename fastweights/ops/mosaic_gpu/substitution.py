@@ -35,7 +35,7 @@ def _substitute(thread: Thread, pointer: Any) -> None:
     right = [thread.unit(column, i - 16) for i in range(16, HALF)]
     for j in range(HALF - 1):
         for group in range((j + 1) // 4 * 4, HALF, 4):
-            entries = thread.load4(base, j * PITCH + group)
+            entries = thread.load_many(4, base, j * PITCH + group)
             for i in range(max(group, j + 1), group + 4):
                 entry = entries[i - group]
                 left[i] = thread.subtract_product(left[i], entry, left[j])

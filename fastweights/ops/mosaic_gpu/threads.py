@@ -1,6 +1,5 @@
 """Per-thread instructions, which Pallas itself does not have, for bodies of `plgpu.inline_mgpu`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 
@@ -21,10 +20,10 @@ class Thread:
         # With side effects, so that what depends on it is not moved out of the chunk loop.
         return self._asm("mov.u32 $0, %laneid;", self.i32, side_effects=True)
 
-    def in_warpgroup(self) -> Any:
-        """Its number in the warpgroup."""
+    def warp(self) -> Any:
+        """The number of its warp in the warpgroup."""
         thread = self.utils.thread_idx()
-        return self.arith.andi(thread, self.number(127))
+        return self.arith.andi(self.arith.shrui(thread, self.number(5)), self.number(3))
 
     def number(self, value: int | float) -> Any:
         return self.utils.c(value, self.f32 if isinstance(value, float) else self.i32)
@@ -47,10 +46,12 @@ class Thread:
         equal = self.arith.cmpi(self.arith.CmpIPredicate.eq, column, self.number(row))
         return self.arith.select(equal, self.number(1.0), self.number(0.0))
 
-    def where_below(self, index: Any, bound: int) -> Any:
+    def only_below(self, index: Any, bound: int) -> Any:
         """A context whose instructions run only where index < bound."""
-        below = self.arith.cmpi(self.arith.CmpIPredicate.slt, index, self.number(bound))
-        return self.utils.when(below)
+        return self.utils.when(self._below(index, bound))
+
+    def where_below(self, index: Any, bound: int, chosen: Any, other: Any) -> Any:
+        return self.arith.select(self._below(index, bound), chosen, other)
 
     def pointer(self, ref: Any) -> Any:
         """To the first number of a reference."""
@@ -62,25 +63,45 @@ class Thread:
     def load(self, base: Any, offset: int = 0) -> Any:
         return self.llvm.load(self.f32, self.address(base, offset), alignment=4)
 
-    def load4(self, base: Any, offset: int = 0) -> list[Any]:
-        kind = self.ir.VectorType.get((4,), self.f32)
-        value = self.llvm.load(kind, self.address(base, offset), alignment=16)
+    def load_many(self, count: int, base: Any, offset: int = 0) -> list[Any]:
+        """`count` numbers side by side: 2 or 4, so aligned."""
+        kind = self.ir.VectorType.get((count,), self.f32)
+        value = self.llvm.load(kind, self.address(base, offset), alignment=4 * count)
         return [
             self.vector.extract(
                 value,
                 dynamic_position=[],
                 static_position=self.ir.DenseI64ArrayAttr.get([i]),
             )
-            for i in range(4)
+            for i in range(count)
         ]
 
     def store(self, base: Any, offset: int, value: Any) -> None:
         self.llvm.store(value, self.address(base, offset), alignment=4)
 
-    def store4(self, base: Any, offset: int, values: Sequence[Any]) -> None:
-        kind = self.ir.VectorType.get((4,), self.f32)
-        value = self.vector.from_elements(kind, list(values))
-        self.llvm.store(value, self.address(base, offset), alignment=16)
+    def store2(self, base: Any, offset: int, first: Any, second: Any) -> None:
+        kind = self.ir.VectorType.get((2,), self.f32)
+        value = self.vector.from_elements(kind, [first, second])
+        self.llvm.store(value, self.address(base, offset), alignment=8)
+
+    def sum_of_others(self, x: Any, lane: Any, *, behind: bool = False) -> tuple[Any, Any]:
+        """Sum over the warp's lanes before this one (or behind it), and over all."""
+        way, last = ("down", 31) if behind else ("up", 0)
+        place = self.arith.subi(self.number(31), lane) if behind else lane
+
+        def shifted(x, distance):
+            code = f"shfl.sync.{way}.b32 $0, $1, {distance}, {last}, -1;"
+            moved = self._asm(code, self.f32, x)
+            return self.where_below(place, distance, self.number(0.0), moved)
+
+        total = x
+        for distance in (1, 2, 4, 8, 16):
+            total = self.add(total, shifted(total, distance))
+        return shifted(total, 1), self.from_lane(31 - last, total)
+
+    def from_lane(self, lane: int, x: Any) -> Any:
+        """That lane's value."""
+        return self._asm(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, -1;", self.f32, x)
 
     def add(self, a: Any, b: Any) -> Any:
         return self.arith.addf(a, b)
@@ -107,6 +128,9 @@ class Thread:
 
     def power_of_two(self, x: Any) -> Any:
         return self._asm("ex2.approx.ftz.f32 $0, $1;", self.f32, x)
+
+    def _below(self, index: Any, bound: int) -> Any:
+        return self.arith.cmpi(self.arith.CmpIPredicate.slt, index, self.number(bound))
 
     def _value(self, x: Any) -> Any:
         return self.number(x) if isinstance(x, int) else x
