@@ -168,8 +168,8 @@ def compiled(mesh, call, arguments, **options):
 
 
 # By kernel, K and V. Four tiles of V leave the one warpgroup of `local_gradients` no register to
-# spare; 64 x 256 numbers of a state are half of all that the warpgroup of `scan_forward` has. With K
-# and V of 128 it is the warpgroup that copies, which waits for the others anyway, where it saves.
+# spare; 64 x 256 numbers of a state are half of all that the warpgroup of `scan_forward` has. At
+# K = V = 128 it is the warpgroup that copies, which waits for the others anyway, where it saves.
 SPILLS = {
     ("local_gradients", 128, 256): 16,
     ("scan_forward", 256, 128): 8,

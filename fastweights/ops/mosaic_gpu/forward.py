@@ -124,17 +124,17 @@ def scan_forward(
         full, scored, free = scratch[-3:]
 
         def place():
-            """Row, head, piece, its first chunk, and the block's first column of V; found by each
-            role for itself: found once for both, these numbers are spilled."""
+            """Row, head, first chunk, the block's first column of V, and piece; found by each role
+            for itself: found once for both, these numbers are spilled."""
             mine = block + hidden_zero(simulate)
             b, part, piece, h = digits(mine, batch, parts, pieces, value_heads)
-            return b, h, piece, piece * steps, part * (computing * WIDTH)
+            return b, h, piece * steps, part * (computing * WIDTH), piece
 
         @pl.when(me < computing)
         def _compute():
             if computing == 2:
                 plgpu.set_max_registers(REGISTERS[0], action="increase")
-            b, h, piece, first, base = place()
+            b, h, first, base, piece = place()
             mine = pl.ds(base + me * WIDTH, WIDTH)
             o_store = u_store = stores[0].at[me]
             if save and delta and not wide:
@@ -247,7 +247,7 @@ def scan_forward(
         def _copy():
             if computing == 2:
                 plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            b, h, _, first, base = place()
+            b, h, first, base = place()[:4]
             shared_head = jax.lax.div(h, jnp.int32(group))
 
             def fetch(i, here):
