@@ -281,7 +281,7 @@ def combine(
         del me
         ends_ref, high_ref, low_ref, exact_ref, outer_ref = operands
         (out_ref,) = results
-        highs, lows, barriers = scratch
+        high, low, barrier = scratch
         b, part, h = digits(block, batch, value_dim // WIDTH, heads)
         rows = pl.ds(part * WIDTH, WIDTH)
 
@@ -294,49 +294,39 @@ def combine(
         def at(i):
             return pieces - 1 - i if reverse else i
 
-        def prepare(i):
-            """Begins to fetch what step i needs, if there is one. The outermost piece began with
-            the given state, so its end is already whole."""
-            piece = at(i)
-            exact = jnp.where((i > 0) & (i < pieces - 1), exact_ref[b, h, piece], 0)
-            here = slot(i, 2)
-
-            @pl.when(exact > 0)
-            def _():
-                copy = plgpu.copy_gmem_to_smem
-                copy(high_ref.at[b, h, piece], highs.at[here], barriers.at[here])
-                copy(low_ref.at[b, h, piece], lows.at[here], barriers.at[here])
-
-            return exact, load(ends_ref.at[b, h, piece, rows, :])
-
         S = load(outer_ref.at[b, h, rows, :])
         out_ref.at[b, h, at(0), rows, :][...] = S
 
-        def step(i, carry):
-            S, exact, end = carry
-            here = slot(i, 2)
-            following = prepare(i + 1)
+        def step(i, S):
+            piece = at(i)
+            # The outermost piece began with the given state, so its end is already whole.
+            exact = jnp.where(i > 0, exact_ref[b, h, piece], 0)
+
+            @pl.when(exact > 0)
+            def _():
+                plgpu.copy_gmem_to_smem(high_ref.at[b, h, piece], high, barrier)
+                plgpu.copy_gmem_to_smem(low_ref.at[b, h, piece], low, barrier)
+                plgpu.barrier_wait(barrier)
 
             def moved(S, end):
-                plgpu.barrier_wait(barriers.at[here])
-                high, low = turn(highs.at[here]), turn(lows.at[here])
                 S_high, S_low = split(S)
 
                 def run(sums):
-                    issue(sums[0], S_high, high)
-                    issue(sums[0], S_low, high)
-                    issue(sums[0], S_high, low)
+                    issue(sums[0], S_high, turn(high))
+                    issue(sums[0], S_low, turn(high))
+                    issue(sums[0], S_high, turn(low))
 
                 return in_layout(continue_sums(run, [end], simulate)[0])
 
+            end = load(ends_ref.at[b, h, piece, rows, :])
             S = jax.lax.cond(exact > 0, moved, lambda S, end: in_layout(end), S, end)
             fence_reads(simulate)
             out_ref.at[b, h, at(i + 1), rows, :][...] = S
-            return S, *following
+            return S
 
-        jax.lax.fori_loop(0, pieces - 1, step, (S, *prepare(jnp.int32(0))))
+        jax.lax.fori_loop(0, pieces - 1, step, S)
 
-    squares = tile(2, key_dim, key_dim)
+    square = tile(key_dim, key_dim)
     return call(
         body,
         [ends_BGPVK, *transitions, plan.exact_BGP, outer_BGVK],
@@ -344,6 +334,6 @@ def combine(
         out_type=jax.ShapeDtypeStruct(ends_BGPVK.shape, F32),
         blocks=batch * heads * (value_dim // WIDTH),
         threads=1,
-        scratch=[squares, squares, plgpu.Barrier(num_arrivals=2, num_barriers=2)],
+        scratch=[square, square, plgpu.Barrier(num_arrivals=2)],
         simulate=simulate,
     )
