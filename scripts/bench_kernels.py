@@ -3,10 +3,10 @@ it can be imported, fla's forward.
 
     python scripts/bench_kernels.py [--rows S1 S2] [--out results/kernels_h200.txt]
 
-A time is that of CALLS calls chained inside one jit (each waits for a number of the last one's
-outputs), divided by CALLS, median of RUNS: launch gaps of a lone call stay out. Milliseconds;
-inputs bfloat16 from a normal distribution, q and k of length 1, gates log(sigmoid(normal + 3))
-unless said.
+A time is that of CALLS calls in a loop inside one jit (each waits for a number of the last one's
+outputs), divided by CALLS, median of RUNS: what starting a program costs the host stays out. Of our
+XLA form, up to a hundred times as long, a tenth as many. Milliseconds; inputs bfloat16 from a
+normal distribution, q and k of length 1, gates log(sigmoid(normal + 3)) unless said.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
 from fastweights.ops.mosaic_gpu.forward import scan_forward
 from fastweights.ops.mosaic_gpu.inverse import gated_inverse
 
-CALLS, RUNS = 10, 5
+CALLS, RUNS = 50, 5
 DIM = 128
 Inputs = tuple[Any, ...]
 
@@ -66,7 +66,7 @@ ALSO_XLA = ("S1", "S2")
 ALSO_PEER = ("S1", "S2", "S3")
 ATTENTION = "cuDNN attention S1"
 CONVOLUTION = "short convolution"
-PEER = "fla"
+PEER, XLA = "fla", "XLA form"
 DECODE = Row("decode step, batch 64", (64, 1, 16, 32), (0.10, 0.10), (0.075, 0.075))
 
 
@@ -109,29 +109,37 @@ def zeros_before(v: jax.Array) -> jax.Array:
     return jnp.zeros((B, G, DIM, V), jnp.float32)
 
 
-def chained(call: Callable, inputs: Inputs) -> Callable[[], Any]:
-    """CALLS calls of call(*inputs) -> a number, compiled as one program."""
+class Chain(NamedTuple):
+    """A compiled program of so many calls."""
+
+    run: Callable[[], Any]
+    calls: int
+
+    def median(self) -> float:
+        """Milliseconds of one of its calls, after one run to warm up."""
+        jax.block_until_ready(self.run())
+        taken = []
+        for _ in range(RUNS):
+            start = time.perf_counter()
+            jax.block_until_ready(self.run())
+            taken.append(1e3 * (time.perf_counter() - start) / self.calls)
+        return float(np.median(taken))
+
+
+def chained(call: Callable, inputs: Inputs, slow: bool = False) -> Chain:
+    """Calls of call(*inputs) -> a number; `slow` for those of which fewer will do."""
+    calls = CALLS // 10 if slow else CALLS
 
     def run(inputs):
         def body(_, number):
-            # Behind the barrier no input is known to be that of the call before.
+            # Behind the barrier no input is known to be the same in every turn.
             fresh, _ = lax.optimization_barrier((inputs, number))
             return call(*fresh)
 
-        return lax.fori_loop(0, CALLS, body, jnp.float32(0))
+        return lax.fori_loop(0, calls, body, jnp.float32(0))
 
-    return functools.partial(jax.jit(run).lower(inputs).compile(), inputs)
-
-
-def median(run: Callable) -> float:
-    """Milliseconds of one of the CALLS calls in run(), after one run to warm up."""
-    jax.block_until_ready(run())
-    taken = []
-    for _ in range(RUNS):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        taken.append(1e3 * (time.perf_counter() - start) / CALLS)
-    return float(np.median(taken))
+    compiled = jax.jit(run).lower(inputs).compile()
+    return Chain(functools.partial(compiled, inputs), calls)
 
 
 def steps(step: Callable, inputs: Inputs, state: jax.Array) -> Any:
@@ -149,7 +157,7 @@ def step_time(step: Callable, inputs: Inputs) -> float:
         o, state[0] = run(inputs[:-1], state[0])
         return o, state[0]
 
-    return median(again)
+    return Chain(again, CALLS).median()
 
 
 def corner(*tree: Any) -> jax.Array:
@@ -169,12 +177,14 @@ def with_gradients(op: Callable, do: jax.Array) -> Callable:
     return run
 
 
-def chained_both(op: Callable, inputs: Inputs, do: jax.Array) -> tuple[Callable, Callable]:
+def chained_both(
+    op: Callable, inputs: Inputs, do: jax.Array, slow: bool = False
+) -> tuple[Chain, Chain]:
     """(forward, forward and backward) of op(*inputs) -> output, as programs to be timed."""
     both = with_gradients(op, do)
     return (
-        chained(lambda *x: corner(op(*x)), inputs),
-        chained(lambda *x: corner(both(*x)), inputs),
+        chained(lambda *x: corner(op(*x)), inputs, slow),
+        chained(lambda *x: corner(both(*x)), inputs, slow),
     )
 
 
@@ -228,7 +238,7 @@ def fla_forward(row: Row) -> float | None:
         torch.cuda.synchronize()
         return jnp.float32(out[0].float()[0, 0, 0, 0].item())
 
-    return median(run)
+    return Chain(run, CALLS).median()
 
 
 def kernels(document: jax.Array | None, *inputs: Any) -> jax.Array:
@@ -282,13 +292,13 @@ def print_parts(say: Callable[[str], None]) -> None:
         moved += sum(
             x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(call, *inputs))
         )
-        taken = median(chained(lambda *x, call=call: corner(call(*x)), inputs))
+        taken = chained(lambda *x, call=call: corner(call(*x)), inputs).median()
         say(f"{name:<22}{taken:>9.3f}   {moved / 1e6:>6.0f} MB, {moved / taken / 1e9:.2f} TB/s")
 
 
 def main() -> None:
     names = [*(row.name for row in ROWS), DECODE.name, CONVOLUTION, ATTENTION]
-    names += [f"XLA form {name}" for name in ALSO_XLA]
+    names += [f"{XLA} {name}" for name in ALSO_XLA]
     names += [f"{PEER} {name}" for name in ALSO_PEER]
     parser = argparse.ArgumentParser(description="Times the Hopper kernels.")
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW")
@@ -313,7 +323,7 @@ def main() -> None:
     # Compiled side by side, and all before the first is timed: XLA tries kernels as it compiles.
     work: dict[str, tuple[Callable, Inputs, jax.Array]] = {}
     for row in ROWS:
-        forms = {row.name: kernels, f"XLA form {row.name}": xla_form}
+        forms = {row.name: kernels, f"{XLA} {row.name}": xla_form}
         forms = {name: form for name, form in forms.items() if name in args.rows}
         if forms:
             inputs, document, do = make(row)
@@ -325,9 +335,8 @@ def main() -> None:
         inputs, _, do = make(ROWS[0])
         work[ATTENTION] = attention, inputs[:3], do
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        programs = dict(
-            zip(work, pool.map(lambda each: chained_both(*each), work.values()), strict=True)
-        )
+        made = pool.map(lambda name: chained_both(*work[name], name.startswith(XLA)), work)
+        programs = dict(zip(work, made, strict=True))
 
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
@@ -338,7 +347,7 @@ def main() -> None:
     )
     say(f"{'':<22}{'forward':>9}{'must':>7}{'goal':>7}{'fwd+bwd':>10}{'must':>7}{'goal':>7}")
     for name, (forward, both) in programs.items():
-        times[name] = median(forward), median(both)
+        times[name] = forward.median(), both.median()
     for row in ROWS:
         if row.name in times:
             forward, both = times[row.name]
@@ -362,8 +371,8 @@ def main() -> None:
     if ATTENTION in times:
         say_peer(ATTENTION, "S1", times[ATTENTION])
     for row in ROWS:
-        if f"XLA form {row.name}" in times:
-            say_peer(f"XLA form {row.name}", row.name, times[f"XLA form {row.name}"])
+        if f"{XLA} {row.name}" in times:
+            say_peer(f"{XLA} {row.name}", row.name, times[f"{XLA} {row.name}"])
         if f"{PEER} {row.name}" in args.rows:
             peer = fla_forward(row)
             if peer is None:
