@@ -255,7 +255,7 @@ class Attention(nnx.Module):
 
     def _attend_cached(self, q_BTHK, k_BTJK, v_BTJK, document_BT, cache):
         """Writes the new tokens behind the cached ones and attends to all slots."""
-        T, S = q_BTHK.shape[1], cache["k"].shape[1]
+        T, S = q_BTHK.shape[1], cache["k"].shape[2]
         check(
             T <= S,
             f"The call brings {T} tokens but the attention cache has {S} slots; make the cache "
@@ -263,36 +263,41 @@ class Attention(nnx.Module):
         )
         index = cache["index"]
 
-        def write(name, new):
+        def write(name, new, axis):
             old = cache[name]
-            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), index, axis)
 
+        # What padding holds may be no number; cleaned here, for later to clean the whole cache
+        # would be to copy it at every step.
+        k_BTJK, v_BTJK = (segments.select_real(x, document_BT != 0) for x in (k_BTJK, v_BTJK))
         slots = {
-            "k": write("k", k_BTJK),
-            "v": write("v", v_BTJK),
-            "slot_document": write("slot_document", document_BT),
+            "k": write("k", k_BTJK.swapaxes(1, 2), 2),
+            "v": write("v", v_BTJK.swapaxes(1, 2), 2),
+            "slot_document": write("slot_document", document_BT, 1),
             "index": index + T,
         }
-        place_T, place_S = index + jnp.arange(T), jnp.arange(S)
-        o_BTHK = ops.softmax_attention(
+        o_BTHK = ops.cached_attention(
             q_BTHK,
             slots["k"].astype(k_BTJK.dtype),
             slots["v"].astype(v_BTJK.dtype),
+            first=index,
+            document_BT=document_BT,
+            slot_document_BS=slots["slot_document"],
             logit_cap=self.config.logit_cap or None,
-            segment_ids=document_BT,
-            kv_segment_ids=slots["slot_document"],
-            q_positions=jnp.broadcast_to(place_T[None], document_BT.shape),
-            kv_positions=jnp.broadcast_to(place_S[None], slots["slot_document"].shape),
         )
         # A traced index cannot raise, and the write above would be clamped onto the last slots.
         return jnp.where(index + T <= S, o_BTHK, jnp.nan), slots
 
     def init_cache(self, batch: int, max_length: int, dtype) -> dict[str, Any]:
-        """An empty cache of `max_length` slots (tokens, padding included), k and v in `dtype`."""
-        return self._init_slots(batch, max_length, dtype) | {"index": jnp.zeros((), jnp.int32)}
+        """An empty cache of `max_length` slots (tokens, padding included).
 
-    def _init_slots(self, batch: int, slots: int, dtype) -> dict[str, Any]:
-        kv_shape = (batch, slots, self.config.kv_heads, self.config.head_dim)
+        k and v are [batch, J, slots, K] in `dtype`, as `ops.cached_attention` reads them.
+        """
+        kv_shape = (batch, self.config.kv_heads, max_length, self.config.head_dim)
+        slots = self._init_slots(batch, max_length, kv_shape, dtype)
+        return slots | {"index": jnp.zeros((), jnp.int32)}
+
+    def _init_slots(self, batch: int, slots: int, kv_shape, dtype) -> dict[str, Any]:
         return {
             "k": jnp.zeros(kv_shape, dtype),
             "v": jnp.zeros(kv_shape, dtype),
@@ -350,7 +355,9 @@ class WindowAttention(Attention):
     def init_cache(self, batch: int, max_length: int, dtype) -> dict[str, Any]:
         """An empty cache of `window` slots, k and v in `dtype`, whatever `max_length` (tokens)."""
         del max_length
-        return self._init_slots(batch, self.config.window, dtype)
+        slots = self.config.window
+        kv_shape = (batch, slots, self.config.kv_heads, self.config.head_dim)
+        return self._init_slots(batch, slots, kv_shape, dtype)
 
 
 def _next_position(positions_BT, segment_ids_BT, start_B) -> jax.Array:

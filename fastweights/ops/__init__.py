@@ -5,6 +5,7 @@ Every recurrent rule returns (output, final state) and takes `initial_state`, `s
 """
 
 from fastweights.ops.attention import softmax_attention
+from fastweights.ops.cached_attention import cached_attention
 from fastweights.ops.convolution import short_convolution
 from fastweights.ops.features import (
     FEATURE_MAPS,
@@ -28,6 +29,7 @@ from fastweights.ops.structured import state_space
 __all__ = [
     "FEATURE_MAPS",
     "FeatureMap",
+    "cached_attention",
     "delta_rule",
     "feature_map",
     "find_documents",

@@ -177,6 +177,33 @@ def test_cache_slots(window, cap):
     )
 
 
+@pytest.mark.parametrize(("block", "cap"), ((4, None), (4, 0.5), (100, None)))
+def test_blocks_of_a_cache(block, cap):
+    """Blocks that do not tile the slots, two documents, padding, and slots not written yet."""
+    x = arrays(5, T=5, S=15)
+    first = 8
+    kv_ids = np.asarray([[1] * 4 + [2] * 9 + [0] * 2, [0] * 3 + [1] * 7 + [2] * 3 + [0] * 2])
+    ids = kv_ids[:, first : first + 5]
+    ids[1, 2] = kv_ids[1, first + 2] = 0
+    x["q"][ids == 0] = np.nan
+    seen = np.arange(15)[None] <= first + np.arange(5)[:, None]
+    sees = seen[None] & (ids[:, :, None] == kv_ids[:, None]) & (ids != 0)[:, :, None]
+
+    @jax.jit
+    def run(q, k, v, do, first):
+        def call(q, k, v):
+            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+            fixed = dict(document_BT=ids, slot_document_BS=kv_ids, logit_cap=cap, block=block)
+            return ops.cached_attention(q, k, v, first=first, **fixed)
+
+        o, vjp = jax.vjp(call, q, k, v)
+        return {"o": o} | dict(zip(("dq", "dk", "dv"), vjp(do), strict=True))
+
+    for name, want in oracle(x, sees, cap=cap).items():
+        got = run(x["q"], x["k"], x["v"], x["do"], first)[name]
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
 def test_ids_of_queries_and_keys_are_compared():
     x = arrays(3, T=3, S=6)
     q_ids = np.asarray([[1, 2, 2], [5, 5, 0]], np.int32)
