@@ -12,6 +12,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import deserialize, safe_open
 
 import tiny_models
 from fastweights import interop, model, sharding
@@ -96,8 +97,17 @@ def close(actual, expected, tolerance=1e-4):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=tolerance)
 
 
+def contents(path: pathlib.Path):
+    """Tensors with dtype, shape and bytes by name, and metadata; or the bytes of another file."""
+    stored = path.read_bytes()
+    if path.suffix != ".safetensors":
+        return stored
+    with safe_open(path, "numpy") as file:
+        return dict(deserialize(stored)), file.metadata()
+
+
 def assert_same_folder(one: pathlib.Path, other: pathlib.Path) -> None:
-    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (one, other)]
+    files = [{path.name: contents(path) for path in folder.iterdir()} for folder in (one, other)]
     assert files[0].keys() == files[1].keys()
-    for name, contents in files[0].items():
-        assert contents == files[1][name], name
+    for name, content in files[0].items():
+        assert content == files[1][name], name

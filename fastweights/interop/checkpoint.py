@@ -89,7 +89,7 @@ class Checkpoint:
         return self.files[file].entries[stored]
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor by its canonical name, mapped and not read yet."""
+        """A tensor by its canonical name, copied out of its file."""
         file, stored = self.published[name]
         return self.files[file].read(stored)
 
@@ -123,11 +123,7 @@ class Checkpoint:
                 "whole checkpoint.",
             )
             stored, entry = self.published[name][1], self._entry(name)
-            check(
-                entry.dtype in safetensors.DTYPES,
-                f"tensor '{stored}' has dtype {entry.dtype}, so it is packed or quantised, which "
-                "is not supported; give the original in float32, bfloat16 or float16.",
-            )
+            check(entry.dtype in safetensors.DTYPES, safetensors.packed(stored, entry.dtype))
             check(
                 entry.shape == shape,
                 f"tensor '{stored}' has shape {list(entry.shape)} where config.json asks for "

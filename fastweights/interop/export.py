@@ -7,7 +7,7 @@ import json
 import math
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,21 +34,21 @@ NAMES = {dtype.name: name for name, dtype in safetensors.DTYPES.items()}
 
 
 def export_imported(params: Any, config: ModelConfig, record: Record, out: pathlib.Path) -> None:
-    """Writes `out` with the source's files, names, dtypes and order, and what was kept aside."""
+    """Writes `out` with the source's files, names and dtypes, and what was kept aside."""
     family = next(f for f in FAMILIES if record.model_type in f.model_types)
     stored = [pair for told, _ in record.files.values() for pair in told.items()]
     shapes = {canonical(n): e.shape for n, e in stored if not is_aside(n)}
     rows = family.table(config, family.context(config, shapes, record.mlx))
     tensor = tensors_of(params, list(rows))
-    aside = record.aside()
     with new_folder(out) as partial:
         for path in record.copied:
             shutil.copyfile(path, partial / path.name)
         for file, (told, metadata) in record.files.items():
+            aside = record.aside(file)
 
-            def produce(name: str, told: Mapping[str, safetensors.Entry] = told):
+            def produce(name: str, told=told, aside=aside) -> np.ndarray:
                 if is_aside(name):
-                    return aside.raw(name)
+                    return aside.read(name)
                 return _cast(tensor(canonical(name)), told[name].dtype, name)
 
             safetensors.write(partial / file, told, metadata, produce)

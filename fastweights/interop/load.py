@@ -22,8 +22,8 @@ from fastweights.sharding import param_shardings
 def load_params(checkpoint: Checkpoint, config: ModelConfig, mesh: jax.sharding.Mesh) -> Any:
     """The parameters, laid over the mesh.
 
-    One tensor at a time goes from the mapped file to its place on the devices, so host memory holds
-    little more than one tensor at any time.
+    One tensor at a time goes from its file to its place on the devices, so host memory holds little
+    more than one tensor at any time.
 
     Args:
       config: `checkpoint.model`, perhaps with other dtypes.

@@ -1,8 +1,8 @@
 """What an imported run remembers of the folder it came from, so that it can be written back.
 
 `interop/` in the run's folder holds `record.json` (every tensor's name, dtype and shape, file by
-file), `aside.safetensors` (tensors that are no part of the model) and `files/`, copies of all small
-files beside the tensors: config, index, tokenizer.
+file), `aside/` (for each of those files one with its tensors that are no part of the model) and
+`files/`, copies of all small files beside the tensors: config, index, tokenizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastweights.files import read_json
 from fastweights.interop import safetensors
 from fastweights.interop.checkpoint import Checkpoint, is_aside
 
-FOLDER, RECORD, ASIDE, FILES = "interop", "record.json", "aside.safetensors", "files"
+FOLDER, RECORD, ASIDE, FILES = "interop", "record.json", "aside", "files"
 TOKENIZER = "tokenizer.json"
 # Weights in other formats, which may lie in the same folder, are not taken along.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
@@ -46,8 +46,9 @@ class Record:
         """The copies of small files."""
         return sorted((self.folder / FILES).iterdir())
 
-    def aside(self) -> safetensors.File:
-        return safetensors.File(self.folder / ASIDE)
+    def aside(self, file: str) -> safetensors.File:
+        """The tensors of one file that are no part of the model."""
+        return safetensors.File(self.folder / ASIDE / file)
 
 
 def save(checkpoint: Checkpoint, workdir: pathlib.Path) -> None:
@@ -59,14 +60,10 @@ def save(checkpoint: Checkpoint, workdir: pathlib.Path) -> None:
             shutil.copyfile(path, folder / FILES / path.name)
     if (folder / FILES / TOKENIZER).is_file():
         shutil.copyfile(folder / FILES / TOKENIZER, workdir / TOKENIZER)
-    aside = {
-        name: (file, entry)
-        for file in checkpoint.files.values()
-        for name, entry in file.entries.items()
-        if is_aside(name)
-    }
-    entries = {name: entry for name, (_, entry) in aside.items()}
-    safetensors.write(folder / ASIDE, entries, {}, lambda name: aside[name][0].raw(name))
+    (folder / ASIDE).mkdir()
+    for name, file in checkpoint.files.items():
+        aside = {n: entry for n, entry in file.entries.items() if is_aside(n)}
+        safetensors.write(folder / ASIDE / name, aside, {}, file.read)
     record = {
         "model_type": read_json(checkpoint.folder / "config.json")["model_type"],
         "mlx": checkpoint.mlx,

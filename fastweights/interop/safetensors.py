@@ -1,23 +1,21 @@
-"""The safetensors format, read and written a tensor at a time.
+"""Files of safetensors, read a tensor at a time and written a file at a time by the library.
 
-A file is eight bytes with the length of its header, the header (JSON: name -> dtype, shape and
-offsets, and string metadata), then the tensors' bytes, row-major and little-endian. Written here
-instead of taken from the library of that name: its writer wants all tensors of a file in memory at
-once, and its reader gives bfloat16 only through a framework.
+What is here is what the library does not say in a user's words: which file and tensor is at fault,
+and what to do about it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from fastweights.errors import UserError, check
 
@@ -27,10 +25,9 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
 }
-# Bytes an element of the dtypes that are only passed through.
-OTHER_SIZES = {"BOOL": 1, "U8": 1, "I8": 1, "U16": 2, "I16": 2, "U32": 4, "I32": 4, "U64": 8}
-OTHER_SIZES |= {"I64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
-LONGEST_HEADER = 100_000_000  # the library's own limit
+# Those that are only passed through.
+OTHERS = {"BOOL": np.dtype(np.bool)}
+OTHERS |= {f"{k.upper()}{8 * n}": np.dtype(f"{k}{n}") for k in "iu" for n in (1, 2, 4, 8)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,81 +39,50 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        known = DTYPES.get(self.dtype)
-        size = known.itemsize if known else OTHER_SIZES[self.dtype]
-        return size * math.prod(self.shape)
+        return (DTYPES | OTHERS)[self.dtype].itemsize * math.prod(self.shape)
 
 
 class File:
-    """One file, mapped into memory: nothing is read before it is asked for.
+    """One file, open: no tensor is read before it is asked for.
 
     Attributes:
+      path: where it is.
       entries: name -> `Entry`, in the order of the bytes.
       metadata: strings by name.
 
     Raises:
-      UserError: no such file, cut short, or no safetensors file.
+      UserError: no such file, cut short, no safetensors file, or a tensor of a dtype that NumPy
+        does not have.
     """
 
     def __init__(self, path: pathlib.Path):
         self.path = path
         check(path.is_file(), f"'{path}' is missing; download the whole folder again.")
-        size = path.stat().st_size
-        header, start = self._header(size)
-        self.metadata = {k: str(v) for k, v in (header.pop("__metadata__", None) or {}).items()}
+        try:
+            self._file: Any = safe_open(path, "numpy")
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"'{path}' is damaged or no safetensors file ({error}); download it again."
+            ) from error
+        self.metadata: dict[str, str] = self._file.metadata() or {}
         self.entries: dict[str, Entry] = {}
-        self._offsets: dict[str, int] = {}
-        places = []
-        for name, told in header.items():
-            try:
-                dtype, shape = str(told["dtype"]), tuple(int(n) for n in told["shape"])
-                begin, end = (start + int(n) for n in told["data_offsets"])
-            except (KeyError, TypeError, ValueError) as error:
-                raise self._broken(f"the entry of '{name}' can't be read") from error
-            if dtype not in DTYPES and dtype not in OTHER_SIZES:
-                raise UserError(
-                    f"tensor '{name}' in '{path}' has dtype {dtype}, which is not known here; "
-                    "give a checkpoint in float32, bfloat16 or float16."
-                )
-            places.append((begin, end, name, Entry(dtype, shape)))
-        for begin, end, name, entry in sorted(places, key=lambda place: place[:2]):
-            if min(entry.shape, default=0) < 0 or begin < start or end - begin != entry.nbytes:
-                raise self._broken(f"'{name}' does not lie where its header says")
-            if end > size:
-                raise self._broken(f"it ends inside '{name}': {size:,} of {end:,} bytes")
-            self.entries[name], self._offsets[name] = entry, begin
-        self._bytes = np.memmap(path, np.uint8, "r")
-
-    def _header(self, size: int) -> tuple[dict[str, Any], int]:
-        with self.path.open("rb") as stream:
-            first = stream.read(8)
-            if len(first) < 8:
-                raise self._broken(f"it has {size} bytes")
-            (length,) = struct.unpack("<Q", first)
-            if length > min(size - 8, LONGEST_HEADER):
-                raise self._broken(f"its header of {length:,} bytes does not fit its {size:,}")
-            try:
-                header = json.loads(stream.read(length))
-            except ValueError as error:
-                raise self._broken("its header is no JSON") from error
-        if not isinstance(header, dict):
-            raise self._broken("its header is no JSON object")
-        return header, 8 + length
-
-    def _broken(self, reason: str) -> UserError:
-        return UserError(
-            f"'{self.path}' is damaged or no safetensors file ({reason}); download it again."
-        )
-
-    def raw(self, name: str) -> np.ndarray:
-        """The bytes of a tensor, uint8, not read yet."""
-        begin = self._offsets[name]
-        return self._bytes[begin : begin + self.entries[name].nbytes]
+        for name in self._file.offset_keys():
+            told = self._file.get_slice(name)
+            dtype = told.get_dtype()
+            check(dtype in DTYPES or dtype in OTHERS, packed(name, dtype))
+            self.entries[name] = Entry(dtype, tuple(told.get_shape()))
 
     def read(self, name: str) -> np.ndarray:
-        """A tensor of one of `DTYPES`, not read yet: a view of the mapped file."""
-        entry = self.entries[name]
-        return self.raw(name).view(DTYPES[entry.dtype]).reshape(entry.shape)
+        """A tensor, copied out of the file."""
+        return self._file.get_tensor(name)
+
+
+def packed(name: str, dtype: str) -> str:
+    """Why a tensor of this dtype is refused."""
+    return (
+        f"tensor '{name}' has dtype {dtype}, so it is packed or quantised, which is not supported; "
+        "give the original in float32, bfloat16 or float16."
+    )
 
 
 def write(
@@ -125,28 +91,19 @@ def write(
     metadata: Mapping[str, str],
     produce: Callable[[str], np.ndarray],
 ) -> None:
-    """Writes a file; `produce(name)` gives each tensor when its turn has come, in any layout.
+    """Writes a file; `produce(name)` gives each tensor, in any layout.
 
-    The caller writes into a folder that nobody sees before it is whole.
+    All its tensors are held in memory at once, for so the library wants them; it also orders them
+    by dtype and name. The caller writes into a folder that nobody sees before it is whole.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    begin = 0
+    tensors = {}
     for name, entry in entries.items():
-        end = begin + entry.nbytes
-        header[name] = {
-            "dtype": entry.dtype,
-            "shape": list(entry.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
-    with path.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
-        for name, entry in entries.items():
-            data = np.ascontiguousarray(produce(name)).reshape(-1).view(np.uint8)
-            assert data.nbytes == entry.nbytes, (name, data.nbytes, entry)
-            stream.write(data)  # type: ignore[arg-type]
+        # Tensors are taken from memory as they lie, whatever their strides.
+        tensor = np.require(produce(name), requirements="C")
+        told = (DTYPES | OTHERS)[entry.dtype], entry.shape
+        assert (tensor.dtype, tensor.shape) == told, (name, tensor.dtype, tensor.shape, entry)
+        tensors[name] = tensor
+    save_file(tensors, path, dict(metadata) or None)
 
 
 def split_shards(entries: Mapping[str, Entry], limit: int) -> Sequence[dict[str, Entry]]:

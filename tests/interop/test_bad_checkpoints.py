@@ -40,11 +40,30 @@ def edit_tensors(file="model.safetensors", *, drop=(), **changed):
     def edit(folder):
         old = safetensors.File(folder / file)
         entries = {n: e for n, e in old.entries.items() if n not in drop} | changed
-        data = {n: np.zeros(e.nbytes, np.uint8) for n, e in changed.items()}
-        data |= {n: np.array(old.raw(n)) for n in entries if n not in changed}
+        kinds = safetensors.DTYPES | safetensors.OTHERS
+        data = {n: np.zeros(e.shape, kinds[e.dtype]) for n, e in changed.items()}
+        data |= {n: old.read(n) for n in entries if n not in changed}
         safetensors.write(folder / file, entries, old.metadata, lambda name: data[name])
 
     return edit
+
+
+def edit_header(old, new):
+    """Replaces what a header says and leaves the tensors as they lie."""
+
+    def edit(folder):
+        path = folder / "model.safetensors"
+        contents = path.read_bytes()
+        end = 8 + int.from_bytes(contents[:8], "little")
+        header = contents[8:end].replace(old.encode(), new.encode())
+        assert header != contents[8:end]
+        path.write_bytes(len(header).to_bytes(8, "little") + header + contents[end:])
+
+    return edit
+
+
+def both(first, second):
+    return lambda folder: (first(folder), second(folder))
 
 
 def truncate(file, keep):
@@ -89,9 +108,11 @@ MAMBA = [
         "quantization_config={'quant_method': 'gptq'}: packed or quantised",
     ),
     (lambda folder: (folder / "model.safetensors").unlink(), "has neither .*index.json nor model"),
-    (truncate("model.safetensors", 0.8), "damaged .*it ends inside 'backbone.layers"),
-    (truncate("model.safetensors", 0.001), "damaged .*its header of .* bytes does not fit"),
-    (overwrite("model.safetensors", "no"), "damaged or no safetensors file .it has 2 bytes"),
+    (truncate("model.safetensors", 0.8), "in/model.safetensors' is damaged .*file not fully cov"),
+    (truncate("model.safetensors", 0.001), "damaged .*invalid header length"),
+    (overwrite("model.safetensors", "no"), "damaged or no safetensors file .*header too small"),
+    (edit_header('"F32"', '"F33"'), "damaged or no safetensors file .*unknown variant `F33`"),
+    (edit_header("[64,5]", "[64,7]"), "damaged or no safetensors file .*invalid shape"),
     (
         edit_tensors(backbone__layers__0__mixer__A_log=Entry("F32", (5, 64))),
         r"A_log' has shape \[5, 64\] where config.json asks for \[64, 5\]",
@@ -99,6 +120,13 @@ MAMBA = [
     (
         edit_tensors(backbone__layers__0__mixer__A_log=Entry("U8", (64, 5))),
         "tensor 'backbone.layers.0.mixer.A_log' has dtype U8, so it is packed or quantised",
+    ),
+    (
+        both(
+            edit_tensors(backbone__layers__0__mixer__A_log=Entry("U8", (64, 5))),
+            edit_header('"U8"', '"F8_E4M3"'),
+        ),
+        "tensor 'backbone.layers.0.mixer.A_log' has dtype F8_E4M3, so it is packed or quantised",
     ),
     (
         edit_tensors(backbone__layers__1__mixer__in_proj__qweight=Entry("I32", (4, 4))),
