@@ -50,6 +50,7 @@ _PEAKS = (
     ("TPU v5", 459e12),
     ("TPU v6 lite", 918e12),
     ("TPU v6e", 918e12),
+    ("TPU7x", 1153.5e12),  # a chip is two devices
 )
 
 
@@ -72,6 +73,7 @@ _BANDWIDTHS = (
     ("TPU v5", 2.765e12),
     ("TPU v6 lite", 1.64e12),
     ("TPU v6e", 1.64e12),
+    ("TPU7x", 3.69e12),
 )
 
 

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fastweights import ops
+from fastweights import cli, errors, ops
 from fastweights.ops import chunked, reference
-from fastweights.ops.mosaic_gpu import decode, rule
+from fastweights.ops.mosaic_gpu import decode, rule, support
 from fastweights.ops.mosaic_gpu import gates as gating
 from fastweights.ops.mosaic_gpu.backward_local import local_gradients
 from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
@@ -305,6 +305,10 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="also each kernel alone")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     args = parser.parse_args()
+    errors.check(
+        support.on_hopper(),
+        f"The kernels run on GPUs of compute capability 9.0, and this is {jax.devices()[0]}.",
+    )
     lines: list[str] = []
     times: dict[str, tuple[float, float]] = {}
 
@@ -385,4 +389,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -14,7 +14,6 @@ of the gate's parameters with the true ones, at least 0.999.
 import argparse
 import concurrent.futures
 import functools
-import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -26,9 +25,9 @@ jax.config.update("jax_enable_x64", True)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from fastweights import ops  # noqa: E402
+from fastweights import cli, errors, ops  # noqa: E402
 from fastweights.ops import chunked, reference  # noqa: E402
-from fastweights.ops.mosaic_gpu import decode, rule  # noqa: E402
+from fastweights.ops.mosaic_gpu import decode, rule, support  # noqa: E402
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dstate")
 BOUNDS = dict(o=5e-3, state=5e-3, dq=8e-3, dk=8e-3, dv=8e-3, dstate=8e-3, dg=2e-2, dbeta=2e-2)
@@ -262,10 +261,15 @@ def check_convolution(taps: int, bias: bool, packed: bool, unit: bool) -> tuple[
     return same and max(errors[:2]) < 5e-3 and max(errors[2:]) < 1e-5, line
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Checks the Hopper kernels.")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name has the text")
     args = parser.parse_args()
+    errors.check(
+        support.on_hopper(),
+        f"The kernels run on GPUs of compute capability 9.0, and this is {jax.devices()[0]}; "
+        "without one, make test simulates them and make test-aot compiles them.",
+    )
     device = jax.devices()[0]
     print(f"{device.device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}", flush=True)
     start = time.time()
@@ -283,6 +287,7 @@ def main() -> None:
         calls[name] = functools.partial(check_convolution, taps, bias, packed, unit)
     if args.only:
         calls = {n: c for n, c in calls.items() if any(text in n for text in args.only)}
+        errors.check(calls, f"No case has any of {args.only} in its name; leave out --only.")
     passed = []
     # Compiling takes most of the time, and several programs compile at once.
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -290,8 +295,8 @@ def main() -> None:
             print(f"{'ok  ' if good else 'FAIL'} {name:<30}{line}", flush=True)
             passed.append(good)
     print(f"{sum(passed)} of {len(passed)} pass, {time.time() - start:.0f} s")
-    sys.exit(0 if all(passed) else 1)
+    return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

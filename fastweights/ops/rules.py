@@ -272,7 +272,7 @@ def _run(
     state = jnp.zeros(state_shape, acc) if initial_state is None else initial_state.astype(acc)
     if not v_BTGV.size:  # no token, or no row of the batch: nothing moves the state
         return v_BTGV, state
-    factor = key_dim**-0.5 if scale is None else scale
+    factor = key_dim**-0.5 if scale is None else float(scale)
 
     document_BT = valid_BT = None
     if segment_ids is not None:

@@ -147,7 +147,7 @@ def compile_step(
         (config.batch_size, config.data.length), jnp.int32, sharding=batch_sharding
     )
     options = None
-    if jax.default_backend() == "gpu":
+    if mesh.devices.flat[0].platform == "gpu":
         # That pass writes a kernel's result straight into a stacked array, and where the result is
         # used elsewhere too runs the kernel a second time for it.
         options = {"xla_gpu_enable_dynamic_slice_fusion": False}

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fastweights import ops
 from fastweights.ops.mosaic_gpu import pieces as piecing
-from fastweights.ops.mosaic_gpu import support
+from fastweights.ops.mosaic_gpu import rule, support
 from fastweights.ops.mosaic_gpu.backward_local import local_gradients
 from fastweights.ops.mosaic_gpu.backward_scan import scan_backward
 from fastweights.ops.mosaic_gpu.convolution import SPAN, TOKENS, WARPS, convolve, convolve_backward
@@ -198,6 +198,27 @@ def test_compiles_without_spills_or_waits(h200, dumps, capsys, kernel, options):
     assert int(memory) <= SHARED_MEMORY
     # Products run one by one, or registers not traded between warpgroups.
     assert "Potential Performance Loss" not in report, report
+
+
+def rule_inputs(dtype=jnp.float32):
+    gate, qkv = of(1, 128, 1, dtype=dtype), [of(1, 128, 1, 128)] * 3
+    return *qkv, gate, gate, single(1, 1, 128, 128)
+
+
+def core(*inputs):
+    return rule.core(*inputs, None, scale=0.1)
+
+
+def test_gates_are_read_in_float32(h200, dumps):
+    text = compiled(h200, core, rule_inputs(jnp.bfloat16)).as_text()
+    (call,) = (line for line in text.splitlines() if "make_gates" in line and "custom-call" in line)
+    assert "operand_layout_constraints={f32[1,128,1]" in call
+
+
+def test_members_of_vmap_where_integers_are_wide(h200, dumps):
+    members = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in rule_inputs()]
+    with jax.enable_x64(True):
+        compiled(h200, jax.vmap(core), members)
 
 
 def test_decoding_in_a_loop_keeps_one_state(h200, dumps):

@@ -47,6 +47,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
     in_layout,
     indices,
     issue,
+    loop,
     plgpu,
     power,
     read,
@@ -266,7 +267,7 @@ def local_gradients(
         fetch_narrow(block)
         count = jax.lax.div(jnp.int32(total - 1) - block, jnp.int32(blocks)) + 1
 
-        @pl.loop(0, count)
+        @loop(0, count)
         def _(i):
             compute(block + i * blocks, i + 1 < count)
 

@@ -33,6 +33,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
     call,
     computing_warpgroups,
     continue_sums,
+    count_up,
     digits,
     feed,
     fence_reads,
@@ -195,7 +196,7 @@ def scan_backward(
                 dS = dS * begins.astype(F32)
             else:
                 dS = plgpu.load(ends_ref.at[b, h, piece, mine, :], layout=MATRIX, optimized=False)
-            dS = jax.lax.fori_loop(0, count, step, in_layout(dS))
+            dS = count_up(count, step, in_layout(dS))
             if ends_only:
                 results[0].at[b, h, piece, mine, :][...] = dS
             else:

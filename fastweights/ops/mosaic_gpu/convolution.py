@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from fastweights.ops.features import UNIT_EPS
 from fastweights.ops.mosaic_gpu.support import CHANNELS, CONVOLVED_TOKENS
-from fastweights.ops.mosaic_gpu.tiles import BF16, F32, call, digits, plgpu
+from fastweights.ops.mosaic_gpu.tiles import BF16, F32, call, count_up, digits, plgpu
 from fastweights.ops.weights import sum_tokens
 
 WARPS = 4
@@ -186,7 +186,7 @@ def convolve(
         window = []
         for place in range(-past, 0):
             _, window = push(place, window)
-        jax.lax.fori_loop(0, SPAN // UNROLLED, group, window)
+        count_up(SPAN // UNROLLED, group, window)
         _store_spans(spans, past, results[0], b, first, channels)
 
     copies = 1 + WARPS * (1 + (past > 0))
@@ -260,7 +260,7 @@ def convolve_backward(
         for place in range(-past, 0):
             _, window = push(place, window)
         carry = (window, [_zeros()] * past, [_zeros()] * sums_count)
-        window, pending, sums = jax.lax.fori_loop(0, SPAN // UNROLLED, group, carry)
+        window, pending, sums = count_up(SPAN // UNROLLED, group, carry)
         for place in range(SPAN, SPAN + past):
             window, pending, _ = step(place, window, pending, None)
         for i, total in enumerate(sums):

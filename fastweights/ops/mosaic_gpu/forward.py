@@ -36,6 +36,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
     call,
     computing_warpgroups,
     continue_sums,
+    count_up,
     digits,
     fence_reads,
     hidden_zero,
@@ -43,6 +44,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
     indices,
     is_wide,
     issue,
+    loop,
     multiply,
     plgpu,
     power,
@@ -236,7 +238,7 @@ def scan_forward(
                 return S
 
             begin = plgpu.load(states_ref.at[b, h, piece, mine, :], layout=MATRIX, optimized=False)
-            S = jax.lax.fori_loop(0, steps, step, in_layout(begin))
+            S = count_up(steps, step, in_layout(begin))
             plgpu.wait_smem_to_gmem(0)
 
             @pl.when(piece == pieces - 1)
@@ -269,11 +271,11 @@ def scan_forward(
                     copy(start_ref.at[b, n], starts.at[here], barrier)
 
             # Bounds that are not seen through: unrolled, these loops' addresses would be spilled.
-            @pl.loop(0, stages + hidden_zero(simulate))
+            @loop(0, stages + hidden_zero(simulate))
             def _(i):
                 fetch(i, i)
 
-            @pl.loop(0, steps)
+            @loop(0, steps)
             def _(i):
                 here = slot(i, stages)
                 plgpu.barrier_wait(full.at[here])
@@ -304,7 +306,7 @@ def scan_forward(
                     plgpu.barrier_wait(free.at[before])
                     fetch(i - 1 + stages, before)
 
-            @pl.loop(steps - stages + hidden_zero(simulate), steps)
+            @loop(steps - stages + hidden_zero(simulate), steps)
             def _(i):
                 plgpu.barrier_wait(free.at[slot(i, stages)])
 

@@ -47,6 +47,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
     indices,
     is_wide,
     issue,
+    loop,
     multiply,
     plgpu,
     power,
@@ -116,7 +117,7 @@ def gated_inverse(
 
         pl.when(count > 0)(lambda: fetch(jnp.int32(0)))
 
-        @pl.loop(0, count)
+        @loop(0, count)
         def _(i):
             b, h, n = place(i)
             here = slot(i, 2)

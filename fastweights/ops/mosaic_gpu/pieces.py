@@ -31,6 +31,7 @@ from fastweights.ops.mosaic_gpu.tiles import (
     call,
     computing_warpgroups,
     continue_sums,
+    count_up,
     digits,
     feed,
     fence_reads,
@@ -191,7 +192,7 @@ def final_states(
                 plgpu.barrier_arrive(free.at[here])
                 return S
 
-            S = jax.lax.fori_loop(0, count, step, S)
+            S = count_up(count, step, S)
             if moves:
                 high, low = split(S)
                 results[0].at[b, h, piece, mine, :][...] = high
@@ -324,7 +325,7 @@ def combine(
             out_ref.at[b, h, at(i + 1), rows, :][...] = S
             return S
 
-        jax.lax.fori_loop(0, pieces - 1, step, S)
+        count_up(pieces - 1, step, S)
 
     square = tile(key_dim, key_dim)
     return call(

@@ -1,9 +1,8 @@
 """The recurrent rules through the Hopper kernels, under one hand-written gradient.
 
 The algebra is that of `chunked.py`, which is the twin on other machines. Here the work is cut into
-four kernels (`inverse`, `forward`, `backward_scan`, `backward_local`) and, for few heads, the
-passes of `pieces`. XLA makes the gates before, and behind sums the gradients of shared query/key
-heads.
+kernels (`gates`, `inverse`, `forward`, `backward_scan`, `backward_local`) and, for few heads, the
+passes of `pieces`. Behind them XLA sums the gradients of shared query/key heads.
 
 Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value dim, N chunks of 64.
 """
@@ -139,7 +138,7 @@ def core(
     pieces: int | None = None,
     simulate: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Arguments and results as in `reference.core`; q, k and v in bfloat16, the rest in float32.
+    """Arguments and results as in `reference.core`; q, k and v in bfloat16, the state in float32.
 
     Further args:
       pieces: into how many pieces a row is cut; None chooses (`pieces.count_pieces`).
@@ -158,7 +157,9 @@ def core(
             widths[3] = (0, -x.shape[3] % TILE)
         return jnp.pad(x, widths, mode=mode) if any(high for _, high in widths) else x
 
-    inputs: Any = jax.tree.map(pad, (q_BTHK, k_BTHK, v_BTGV, g_BTG, beta_BTG))
+    # The kernels read gates in float32, whatever a caller has them in.
+    gates = jax.tree.map(lambda x: x.astype(F32), (g_BTG, beta_BTG))
+    inputs: Any = jax.tree.map(pad, (q_BTHK, k_BTHK, v_BTGV, *gates))
     document_BT = None if document_BT is None else pad(document_BT, "edge")
     state_BGVK = jnp.swapaxes(initial_state_BGKV, -1, -2)
     widths = [(0, 0), (0, 0), (0, -value_dim % TILE), (0, -key_dim % TILE)]

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value 
 
 import functools
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,29 +19,30 @@ CONVOLVED_TOKENS = 128  # a block of the convolution; fewer are no loss without 
 TILE = 64  # head dims: `rule` pads them to a multiple; for one token that would copy the state
 
 
-@functools.cache
 def on_hopper() -> bool:
     """Whether jax computes on a GPU of compute capability 9.0 (H100, H200)."""
-    return (
-        jax.default_backend() == "gpu"
-        and getattr(jax.local_devices()[0], "compute_capability", "") == "9.0"
-    )
+    mesh = jax.sharding.get_abstract_mesh()
+    meant = None if mesh.empty else mesh.abstract_device
+    if meant is not None:  # of a mesh, which may be of devices that only the compiler knows
+        return meant.platform == "gpu" and any(x in meant.device_kind for x in ("H100", "H200"))
+    default: Any = jax.config.jax_default_device or jax.local_devices()[0]
+    return getattr(default, "compute_capability", "") == "9.0"
 
 
-def _obstacle_of_the_machine(x: jax.Array) -> str | None:
+def _obstacle_of_the_machine(*arrays: jax.Array) -> str | None:
     if not on_hopper():
         return "the kernels run on GPUs of compute capability 9.0"
     reason = sharding.obstacle_to_cutting()
     if reason is not None:
         return reason
-    if jax.typeof(x).manual_axis_type.varying:
+    if any(jax.typeof(x).manual_axis_type.varying for x in arrays):
         return "the kernels know no varying mesh axes, so shard_map needs check_vma=False"
     return None
 
 
 def convolution_obstacle(x_BTD: jax.Array, w_WD: jax.Array) -> str | None:
     """As `obstacle`, for the short convolution."""
-    reason = _obstacle_of_the_machine(x_BTD)
+    reason = _obstacle_of_the_machine(x_BTD, w_WD)
     if reason is not None:
         return reason
     if x_BTD.dtype != jnp.bfloat16:
@@ -67,7 +69,7 @@ def obstacle(
     One token goes to `decode`, more to `rule`.
     """
     one_token = q_BTHK.shape[1] == 1
-    reason = _obstacle_of_the_machine(q_BTHK)
+    reason = _obstacle_of_the_machine(q_BTHK, k_BTHK, v_BTGV)
     if reason is not None:
         return reason
     if channels:

@@ -182,6 +182,28 @@ def slot(i: jax.Array, stages: int) -> jax.Array:
     return jax.lax.rem(i, jnp.int32(stages))
 
 
+def count_up(count: int | jax.Array, body: Callable, carry: Any) -> Any:
+    """The last carry of body(i, carry) -> carry for i from 0, an int32 whatever jax_enable_x64."""
+
+    def turn(i, carry):
+        return body(jnp.asarray(i, jnp.int32), carry)
+
+    return jax.lax.fori_loop(0, count, turn, carry)
+
+
+def loop(begin: Any, end: Any) -> Callable[[Callable], None]:
+    """Runs the decorated body(i) for i from begin to end, in int32 as `count_up`."""
+
+    def run(body: Callable) -> None:
+        def turn(i, carry):
+            body(i + begin)
+            return carry
+
+        count_up(end - begin, turn, ())
+
+    return run
+
+
 def feed(issue_copies: Callable, free: Any, stages: int, count: int | jax.Array) -> None:
     """The copying warpgroup: fills the ring, refills each slot when it is free, drains the ring.
 
@@ -190,7 +212,7 @@ def feed(issue_copies: Callable, free: Any, stages: int, count: int | jax.Array)
     for i in range(stages):
         pl.when(i < count)(functools.partial(issue_copies, jnp.int32(i), i))
 
-    @pl.loop(0, count)
+    @loop(0, count)
     def _(i):
         here = slot(i, stages)
         plgpu.barrier_wait(free.at[here])

@@ -1,0 +1,119 @@
+"""What a config needs on a target: does it fit, and how fast it can be at best.
+
+    python scripts/plan.py --config configs/qwen3_5.py:size=0.8b --target v5p:2x2x1 \\
+        [--mesh data=1,fsdp=4,tensor=1] [--search]
+
+The training step is compiled for the target's devices, which need not be here (extra `aot`).
+`--search` tries every mesh of its devices and the remat policies, and lists those that fit, the
+least bound first. Memory is what the compiler reports. Bounds are lower bounds: of the work that
+`flops.py` counts at the data sheet's peak, of reading and writing the state once, and of what the
+collectives bring to a device over all its links. On GPUs attention is planned in its XLA form, for
+cuDNN cannot be asked without a GPU; it takes more memory than cuDNN's.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+
+from fastweights import cli, sharding, targets
+from fastweights import config as config_lib
+from fastweights.errors import UserError, check
+from fastweights.planning import Plan, plan_step
+
+REMAT = ("none", "dots", "full")
+
+
+def parse_mesh(text: str) -> sharding.MeshConfig:
+    """`data=2,fsdp=4` as a mesh; axes not named are 1."""
+    sizes = dict.fromkeys(sharding.AXES, 1)
+    for item in text.split(","):
+        axis, _, size = item.partition("=")
+        check(
+            axis in sizes and size.removeprefix("-").isdigit(),
+            f"--mesh has '{item}'; write it as data=2,fsdp=4 with the axes "
+            f"{', '.join(sharding.AXES)}.",
+        )
+        sizes[axis] = int(size)
+    return sharding.MeshConfig(**sizes)
+
+
+def meshes(devices: int) -> list[sharding.MeshConfig]:
+    """Every way to lay so many devices out."""
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    return [
+        sharding.MeshConfig(data, fsdp, devices // (data * fsdp))
+        for data, fsdp in itertools.product(sizes, sizes)
+        if devices % (data * fsdp) == 0
+    ]
+
+
+def describe(plan: Plan, target: targets.Target, config: config_lib.Config) -> str:
+    tokens = config.batch_size * config.data.length
+    bound = max(plan.seconds, key=lambda kind: plan.seconds[kind])
+    step = plan.seconds[bound]
+    room = "fits in" if plan.fits(target) else "DOES NOT FIT in"
+    lines = {
+        "memory": f"{plan.total / 1e9:.2f} GB a device, {room} {target.chip.memory / 1e9:.0f} GB: "
+        + ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in plan.bytes.items()),
+        "work": f"{plan.work / 1e12:.2f} TFLOPs a device and step, "
+        f"{plan.work * len(target.devices) / tokens / 1e9:.2f} GFLOPs a token",
+        "network": ", ".join(
+            f"{count} {kind} of {size / 1e9:.3f} GB"
+            for kind, (size, count) in plan.collectives.items()
+        )
+        or "no collective",
+        "at least": ", ".join(f"{kind} {1e3 * s:.2f} ms" for kind, s in plan.seconds.items())
+        + f"; so at most {tokens / step:,.0f} tokens/s, bound by {bound}",
+        "compile": f"{plan.compile_seconds:.0f} s",
+    }
+    return "\n".join(f"{name:>10}  {text}" for name, text in lines.items())
+
+
+def search(config: config_lib.Config, target: targets.Target) -> int:
+    """Prints a row for each mesh and remat policy; how many fit."""
+    rows = []
+    for mesh, remat in itertools.product(meshes(len(target.devices)), REMAT):
+        tried = dataclasses.replace(
+            config, mesh=mesh, model=dataclasses.replace(config.model, remat=remat)
+        )
+        name = f"{' '.join(f'{k}={v}' for k, v in dataclasses.asdict(mesh).items())} remat={remat}"
+        try:
+            plan = plan_step(tried, target)
+        except UserError as error:
+            print(f"{name:<44} {error}", flush=True)
+            continue
+        step = max(plan.seconds.values())
+        room = "fits" if plan.fits(target) else "too large"
+        print(f"{name:<44} {plan.total / 1e9:8.2f} GB {1e3 * step:9.2f} ms {room}", flush=True)
+        if plan.fits(target):
+            rows.append((step, plan.total, name))
+    print(f"{len(rows)} fit; the least bound first:")
+    for step, total, name in sorted(rows)[:10]:
+        print(f"  {name:<44} {total / 1e9:8.2f} GB {1e3 * step:9.2f} ms")
+    return len(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What a config needs on a target.")
+    parser.add_argument("--config", required=True, help="config file, path.py or path.py:arg")
+    parser.add_argument("--target", required=True, help="chip and topology, such as v5p:2x2x1")
+    parser.add_argument("--mesh", help="such as data=2,fsdp=4; the config's own by default")
+    parser.add_argument("--search", action="store_true", help="try every mesh and remat policy")
+    args, overrides = cli.parse(parser, None)
+    config = config_lib.load(args.config, overrides)
+    target = targets.find(args.target)
+    if args.mesh:
+        config = dataclasses.replace(config, mesh=parse_mesh(args.mesh))
+    device = target.devices[0]
+    print(f"{len(target.devices)} x {device.device_kind}, {config.batch_size} x "
+          f"{config.data.length} tokens a step", flush=True)  # fmt: skip
+    if args.search:
+        return 0 if search(config, target) else 1
+    plan = plan_step(config, target)
+    print(describe(plan, target, config))
+    return 0 if plan.fits(target) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))
