@@ -19,9 +19,8 @@ import sys
 from fastweights import cli, sharding, targets
 from fastweights import config as config_lib
 from fastweights.errors import UserError, check
+from fastweights.model import REMAT_POLICIES
 from fastweights.planning import Plan, plan_step
-
-REMAT = ("none", "dots", "full")
 
 
 def parse_mesh(text: str) -> sharding.MeshConfig:
@@ -73,7 +72,7 @@ def describe(plan: Plan, target: targets.Target, config: config_lib.Config) -> s
 def search(config: config_lib.Config, target: targets.Target) -> int:
     """Prints a row for each mesh and remat policy; how many fit."""
     rows = []
-    for mesh, remat in itertools.product(meshes(len(target.devices)), REMAT):
+    for mesh, remat in itertools.product(meshes(len(target.devices)), REMAT_POLICIES):
         tried = dataclasses.replace(
             config, mesh=mesh, model=dataclasses.replace(config.model, remat=remat)
         )

@@ -21,12 +21,13 @@ TILE = 64  # head dims: `rule` pads them to a multiple; for one token that would
 
 def on_hopper() -> bool:
     """Whether jax computes on a GPU of compute capability 9.0 (H100, H200)."""
+    here: Any = jax.config.jax_default_device or jax.local_devices()[0]
     mesh = jax.sharding.get_abstract_mesh()
     meant = None if mesh.empty else mesh.abstract_device
-    if meant is not None:  # of a mesh, which may be of devices that only the compiler knows
+    if meant is not None and meant.device_kind != getattr(here, "device_kind", None):
+        # A mesh of devices that only the compiler knows, which have a name and no capability.
         return meant.platform == "gpu" and any(x in meant.device_kind for x in ("H100", "H200"))
-    default: Any = jax.config.jax_default_device or jax.local_devices()[0]
-    return getattr(default, "compute_capability", "") == "9.0"
+    return getattr(here, "compute_capability", "") == "9.0"
 
 
 def _obstacle_of_the_machine(*arrays: jax.Array) -> str | None:
