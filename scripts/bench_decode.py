@@ -11,6 +11,7 @@ tokens in chunks.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import time
 
@@ -21,7 +22,7 @@ import numpy as np
 from fastweights import cli, config, flops
 from fastweights.errors import check
 from fastweights.generation import Engine
-from fastweights.generation.weights import for_decoding, unrolled
+from fastweights.generation.weights import for_decoding, join, unrolled
 from fastweights.model import ModelConfig, init_params
 
 CONTEXTS = "2560,16384,65536,262144"
@@ -44,10 +45,10 @@ def twin(model: ModelConfig) -> ModelConfig:
 
 
 def random_params(model: ModelConfig):
-    """Parameters of `unrolled(model)`, made in the compute dtype: a large model fits but once."""
+    """As an `Engine` keeps them; made in the compute dtype, for a large model fits but once."""
     narrow = unrolled(dataclasses.replace(model, param_dtype=model.dtype))
     make = jax.jit(lambda key: init_params(narrow, key))
-    return for_decoding(narrow, make(jax.random.key(0)))
+    return join(for_decoding(narrow, make(jax.random.key(0))))
 
 
 def filled_cache(engine: Engine, context: int):
@@ -79,10 +80,15 @@ class Case:
             chunk=1,
             burst=steps,
         )
+        self.engine.compile_decode()
         self.bytes = flops.decode_bytes(model, batch, context)["total"]
-        self.steps, self.start, self.seconds = steps, 0, []
-        self.cache = filled_cache(self.engine, context)
-        self.logits = jnp.zeros((batch, model.vocab_size), jnp.float32)
+        self.batch, self.context, self.steps = batch, context, steps
+
+    def fill(self) -> None:
+        """Makes the caches."""
+        self.start, self.seconds = 0, []
+        self.cache = filled_cache(self.engine, self.context)
+        self.logits = jnp.zeros((self.batch, self.engine.config.vocab_size), jnp.float32)
 
     def time(self) -> None:
         before = self.engine.timing.decode_seconds
@@ -120,34 +126,41 @@ def main(argv: list[str] | None = None) -> int:
           f"{'bytes':>15} {'floor':>6} {'slower':>7}")  # fmt: skip
     taken = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    slots = args.steps * (args.runs + 1)
+
+    def compiled(point: tuple[int, int]) -> dict[str, Case]:
+        batch, context = point
+        fitting = fit(models, taken, batch, context + slots, limit)
+        sizes = (batch, context, args.steps, args.runs)
+        return {name: Case(models[name], params[name], *sizes) for name in fitting}
+
+    points = [(batch, context) for batch in batches for context in contexts]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = list(pool.map(compiled, points))
     first: dict[tuple[int, str], float] = {}
-    for batch in batches:
-        for context in contexts:
-            fitting = fit(models, taken, batch, context + args.steps * (args.runs + 1), limit)
-            cases = [
-                (name, Case(models[name], params[name], batch, context, args.steps, args.runs))
-                for name in fitting
-            ]
-            for name, seconds, moved in measured(cases, args.runs):
-                slower = 1 - first.setdefault((batch, name), seconds) / seconds
-                floor = f"{moved / bandwidth / seconds:6.1%}" if bandwidth else f"{'-':>6}"
-                print(
-                    f"{batch:>5} {context:>8} {name:>7} {1e3 * seconds:>10.3f} "
-                    f"{batch / seconds:>10.1f} {moved:>15,} {floor} {slower:>7.1%}",
-                    flush=True,
-                )
-            for name in models:
-                if name not in fitting:
-                    print(f"{batch:>5} {context:>8} {name:>7}  the caches do not fit")
+    for (batch, context), cases in zip(points, found, strict=True):
+        for name, seconds, moved in measured(cases, args.runs):
+            slower = 1 - first.setdefault((batch, name), seconds) / seconds
+            floor = f"{moved / bandwidth / seconds:6.1%}" if bandwidth else f"{'-':>6}"
+            print(
+                f"{batch:>5} {context:>8} {name:>7} {1e3 * seconds:>10.3f} "
+                f"{batch / seconds:>10.1f} {moved:>15,} {floor} {slower:>7.1%}",
+                flush=True,
+            )
+        for name in models:
+            if name not in fit(models, taken, batch, context + slots, limit):
+                print(f"{batch:>5} {context:>8} {name:>7}  the caches do not fit")
     return 0
 
 
-def measured(cases: list[tuple[str, Case]], runs: int) -> list[tuple[str, float, int]]:
+def measured(cases: dict[str, Case], runs: int) -> list[tuple[str, float, int]]:
     """(name, median seconds a step, bytes a step) of cases that take turns, and frees them."""
+    for case in cases.values():
+        case.fill()
     for _ in range(runs + 1):
-        for _, case in cases:
+        for case in cases.values():
             case.time()
-    found = [(name, float(np.median(case.seconds)), case.bytes) for name, case in cases]
+    found = [(name, float(np.median(x.seconds)), x.bytes) for name, x in cases.items()]
     cases.clear()
     return found
 

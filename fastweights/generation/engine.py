@@ -20,8 +20,8 @@ import numpy as np
 
 from fastweights.errors import UserError, check
 from fastweights.generation.sampling import NO_TOKEN, SamplingConfig, choose
-from fastweights.generation.weights import for_decoding, place_rows, unrolled
-from fastweights.model import ModelConfig, abstract_model, bind
+from fastweights.generation.weights import for_decoding, join, part, place_rows, unrolled
+from fastweights.model import HybridLM, ModelConfig, abstract_model, bind
 
 
 @dataclasses.dataclass
@@ -79,7 +79,7 @@ class Engine:
         ):
             check(value >= 1, f"{name} is {value}; use 1 or more.")
         self.config = unrolled(config)
-        self.params = for_decoding(config, params)
+        self.params = join(for_decoding(config, params))
         self.rows, self.new_tokens = rows, new_tokens
         self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
         self.sampling = sampling or SamplingConfig()
@@ -93,7 +93,7 @@ class Engine:
         self._placement = place_rows(self.params, rows)
 
         def fresh(params):
-            return bind(self._graphdef, params).init_cache(rows, slots)
+            return self._model(params).init_cache(rows, slots)
 
         self._cache = self._placement.shapes(jax.eval_shape(fresh, self.params))
         self._cache_placed = self._placement.of(self._cache)
@@ -105,7 +105,7 @@ class Engine:
         """(cache, params, tokens_BC, ids_BC) -> (cache, logits_BV of the last token)."""
 
         def prefill(cache, params, tokens_BC, ids_BC):
-            model = bind(self._graphdef, params)
+            model = self._model(params)
             h_BCD, cache = model.hidden(tokens_BC, segment_ids_BT=ids_BC, cache=cache)
             return cache, model.unembed(h_BCD[:, -1:])[:, 0]
 
@@ -143,9 +143,16 @@ class Engine:
 
     def step(self, params: Any, cache: Any, token_B: jax.Array) -> tuple[Any, jax.Array]:
         """(cache, logits_BV of the token after) once one more token a row is read; to be traced."""
-        model = bind(self._graphdef, params)
+        model = self._model(params)
         h_B1D, cache = model.hidden(token_B[:, None], cache=cache)
         return cache, model.unembed(h_B1D)[:, 0]
+
+    def _model(self, params: Any) -> HybridLM:
+        return bind(self._graphdef, part(params))
+
+    def compile_decode(self) -> None:
+        """Compiles what `decode` runs, which else happens when it is first called."""
+        _ = self._decode_program
 
     def fresh_cache(self) -> Any:
         """Caches that hold nothing yet."""

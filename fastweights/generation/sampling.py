@@ -69,14 +69,17 @@ def choose(
     """
     usable_BV = logits_BV.astype(jnp.float32)[:, :vocab_size]
     if config.temperature == 0:
+        # Counts a NaN as the largest, and so finds one without a second look at all logits.
         token_B = jnp.argmax(usable_BV, axis=-1)
+        found_B = jnp.take_along_axis(usable_BV, token_B[:, None], axis=1)[:, 0]
+        broken_B = jnp.isnan(found_B)
     else:
         ids_BC, kept_BC = _filter(usable_BV / config.temperature, config)
         place_B = jax.vmap(jax.random.categorical)(keys_B, kept_BC)
         token_B = place_B
         if ids_BC is not None:
             token_B = jnp.take_along_axis(ids_BC, place_B[:, None], axis=1)[:, 0]
-    broken_B = jnp.isnan(usable_BV).any(axis=-1)
+        broken_B = jnp.isnan(usable_BV).any(axis=-1)
     return jnp.where(broken_B, NO_TOKEN, token_B).astype(jnp.int32)
 
 

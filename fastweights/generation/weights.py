@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fastweights import sharding
+from fastweights.mixers.layers import Columns
 from fastweights.model import ModelConfig
 from fastweights.training.optim import MATRICES
 
@@ -31,8 +32,10 @@ def for_decoding(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
       params: its parameters, of any dtype; their arrays may be shared with the result.
 
     Returns:
-      Parameters with matrices in the compute dtype.
+      Parameters with matrices in the compute dtype; those from `join` as they are.
     """
+    if is_joined(params):
+        return params
     dtype, layout = jnp.dtype(config.dtype), config.layout
 
     def take(tree: Any, group: int | None) -> Any:
@@ -56,6 +59,71 @@ def for_decoding(config: ModelConfig, params: dict[str, Any]) -> dict[str, Any]:
             layers[f"layer_{index}"] = take(params["tail"][f"layer_{place}"], None)
     rest = {name: part for name, part in params.items() if name not in ("groups", "tail")}
     return take(rest, None) | {"tail": layers}
+
+
+# Maps of one x in a layer; those of a line also round alike, so that they are one product.
+SIDE_BY_SIDE = (
+    ("mixer/qkv/q", "mixer/qkv/k", "mixer/qkv/v", "mixer/read_out/gate", "mixer/gate"),
+    ("mixer/beta/proj", "mixer/decay/proj"),
+    ("mlp/gate", "mlp/up"),
+    ("mlp/shared/gate", "mlp/shared/up"),
+)
+
+
+def join(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an `unrolled` model, a layer's "joined" holding its `SIDE_BY_SIDE` kernels.
+
+    In their places stand arrays without rows. Over several devices all stays as it is, for what
+    lies side by side would be cut elsewhere.
+    """
+    if is_joined(params) or len(jax.tree.leaves(params)[0].devices()) > 1:
+        return params
+    layers = {}
+    for name, layer in params["tail"].items():
+        layers[name] = layer = jax.tree.map(lambda x: x, layer)  # dicts of its own
+        wholes = []
+        for line in _lines(layer):
+            wholes.append(jnp.concatenate([map_["kernel"] for map_ in line], axis=1))
+            for map_ in line:
+                map_["kernel"] = map_["kernel"][:0]
+        layer["joined"] = wholes
+    return params | {"tail": layers}
+
+
+def is_joined(params: dict[str, Any]) -> bool:
+    """Whether they come from `join`."""
+    return any("joined" in layer for layer in params.get("tail", {}).values())
+
+
+def part(params: dict[str, Any]) -> dict[str, Any]:
+    """Undoes `join`, if it did anything, inside a traced function; `Columns` are the kernels."""
+    if not is_joined(params):
+        return params
+    layers = {}
+    for name, layer in params["tail"].items():
+        layers[name] = layer = jax.tree.map(lambda x: x, layer)
+        for whole, line in zip(layer.pop("joined"), _lines(layer), strict=True):
+            start = 0
+            for map_ in line:
+                width = map_["kernel"].shape[1]
+                map_["kernel"] = Columns(whole, start, width)
+                start += width
+    return params | {"tail": layers}
+
+
+def _lines(layer: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The maps of each line of `SIDE_BY_SIDE` that the layer has, where they are several."""
+    lines = []
+    for paths in SIDE_BY_SIDE:
+        line = []
+        for path in paths:
+            found: Any = layer
+            for key in path.split("/"):
+                found = found.get(key, {})
+            # Experts' kernels are stacks of matrices.
+            line += [found] if "kernel" in found and found["kernel"].ndim == 2 else []
+        lines += [line] if len(line) > 1 else []
+    return lines
 
 
 class Placement(NamedTuple):

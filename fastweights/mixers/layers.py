@@ -11,6 +11,7 @@ any width, however narrow. Projections that write into the residual stream are s
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,6 +19,29 @@ import jax.numpy as jnp
 from flax import nnx
 
 truncated_normal = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """A kernel that is some columns of a wider one, which several maps of the same x share.
+
+    Each then multiplies x by the whole and takes its columns, and the compiler, seeing one and the
+    same product several times, makes it once.
+
+    Attributes:
+      whole: [in, all columns].
+      start: the first of this kernel's columns.
+      width: how many they are.
+    """
+
+    whole: jax.Array
+    start: int
+    width: int
+
+    def __getitem__(self, key):
+        """Stands in for an array that is read as a parameter, with `[...]`."""
+        assert key is Ellipsis
+        return self
 
 
 class Linear(nnx.Module):
@@ -46,11 +70,14 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array, *, accumulate: bool = False) -> jax.Array:
         """Maps [..., in] to [..., out]; `accumulate` keeps the sum in float32 or wider."""
         acc = jnp.promote_types(self.dtype, jnp.float32)
-        return jnp.dot(
+        kernel: Any = self.kernel[...]
+        shared = isinstance(kernel, Columns)
+        y = jnp.dot(
             x.astype(self.dtype),
-            self.kernel[...].astype(self.dtype),
+            (kernel.whole if shared else kernel).astype(self.dtype),
             preferred_element_type=acc if accumulate else None,
         )
+        return y[..., kernel.start : kernel.start + kernel.width] if shared else y
 
 
 class LowRank(nnx.Module):

@@ -61,8 +61,7 @@ def short_convolution(
         return x_BTD, empty if cache is None else cache.astype(x_BTD.dtype)
     form = activation, unit_heads
     if segment_ids is None:
-        whole_BED = x_BTD if cache is None else _prepend(cache, x_BTD, reach)
-        y_BTD = _outputs(whole_BED, w_WD, bias_D, None, None, *form)[:, -length:]
+        y_BTD = _outputs(x_BTD, cache, w_WD, bias_D, None, None, *form)
         return y_BTD, _prepend(cache, x_BTD, reach)[:, length:]
 
     index_BT, valid_BT = segments.find_documents(segment_ids)
@@ -72,17 +71,17 @@ def short_convolution(
     real_BTD = segments.select_real(x_BTD, valid_BT)
     compact_BTD = jnp.take_along_axis(real_BTD, order_BT[:, :, None], axis=1)
     compact_index_BT = jnp.take_along_axis(index_BT, order_BT, axis=1)
-    extended_BED = _prepend(cache, compact_BTD, reach)
-    extended_index_BE = jnp.pad(compact_index_BT, ((0, 0), (reach, 0)))
 
     if cache is None:
-        y_BTD = _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, *form)
+        y_BTD = _outputs(x_BTD, None, w_WD, bias_D, index_BT, valid_BT, *form)
     else:
-        y_BTD = _outputs(extended_BED, w_WD, bias_D, extended_index_BE, None, *form)
-        place_BT = reach + jnp.argsort(order_BT, axis=1)
+        y_BTD = _outputs(compact_BTD, cache, w_WD, bias_D, compact_index_BT, None, *form)
+        place_BT = jnp.argsort(order_BT, axis=1)
         y_BTD = jnp.take_along_axis(y_BTD, place_BT[:, :, None], axis=1)
         y_BTD = segments.select_real(y_BTD, valid_BT)
 
+    extended_BED = _prepend(cache, compact_BTD, reach)
+    extended_index_BE = _prepend_index(compact_index_BT, reach)
     count_B1 = jnp.sum(valid_BT, axis=1, keepdims=True, dtype=jnp.int32)
     slot_BX = count_B1 + jnp.arange(reach, dtype=jnp.int32)[None, :]
     kept_BXD = jnp.take_along_axis(extended_BED, slot_BX[:, :, None], axis=1)
@@ -96,30 +95,40 @@ def _prepend(cache: jax.Array | None, x_BTD: jax.Array, reach: int) -> jax.Array
     return jnp.concatenate([cache.astype(x_BTD.dtype), x_BTD], axis=1)
 
 
-def _outputs(x_BTD, w_WD, bias_D, index_BT, valid_BT, activation, unit_heads) -> jax.Array:
-    """y of every token, in x's dtype; 0 at padding. None for one document or no padding."""
+def _prepend_index(index_BT: Any, reach: int) -> Any:
+    """The cached inputs are of document 0, which the call continues."""
+    return None if index_BT is None else jnp.pad(index_BT, ((0, 0), (reach, 0)))
+
+
+def _outputs(x_BTD, cache, w_WD, bias_D, index_BT, valid_BT, activation, unit_heads) -> jax.Array:
+    """y of every token, in x's dtype; 0 at padding. None for one document or no padding, and
+    `valid_BT` is for calls without a cache."""
+    reach = w_WD.shape[0] - 1
     reason = support.convolution_obstacle(x_BTD, w_WD)
     worth_it = support.on_hopper() and x_BTD.shape[1] >= support.CONVOLVED_TOKENS
     if reason is None and worth_it:
         from fastweights.ops.mosaic_gpu import convolution  # Pallas takes a while to import
 
+        whole_BED, index_BE = x_BTD, index_BT
+        if cache is not None:
+            whole_BED, index_BE = _prepend(cache, x_BTD, reach), _prepend_index(index_BT, reach)
         fused = unit_heads == support.CHANNELS
-        reach_BT = _reach(x_BTD.shape[:2], index_BT, valid_BT, w_WD.shape[0] - 1)
-        (y_BTD,) = sharding.on_each_device(
+        reach_BE = _reach(whole_BED.shape[:2], index_BE, valid_BT, reach)
+        (y_BED,) = sharding.on_each_device(
             lambda *x: (convolution.short_convolution(*x, activation=activation, unit=fused),),
             # Wide, so that the devices' parts of their gradients are summed unrounded.
-            (x_BTD, *jax.tree.map(lambda x: x.astype(jnp.float32), (w_WD, bias_D)), reach_BT),
+            (whole_BED, *jax.tree.map(lambda x: x.astype(jnp.float32), (w_WD, bias_D)), reach_BE),
             (("batch", None, "heads"), (None, "heads"), ("heads",), ("batch", None)),
             (("batch", None, "heads"),),
         )
+        y_BTD = y_BED[:, -x_BTD.shape[1] :]
         return y_BTD if fused else normalize_heads(y_BTD, unit_heads)
     if worth_it:
         support.say_once("short_convolution", reason)
-    reach = w_WD.shape[0] - 1
     if valid_BT is not None:
         x_BTD = segments.select_real(x_BTD, valid_BT)
-    index_BE = None if index_BT is None else jnp.pad(index_BT, ((0, 0), (reach, 0)))
-    y_BTD: Any = _weighted_sum(_prepend(None, x_BTD, reach), w_WD, bias_D, index_BE, activation)
+    extended_BED, index_BE = _prepend(cache, x_BTD, reach), _prepend_index(index_BT, reach)
+    y_BTD: Any = _weighted_sum(extended_BED, w_WD, bias_D, index_BE, activation)
     if valid_BT is not None:
         y_BTD = segments.select_real(y_BTD, valid_BT)
     return normalize_heads(y_BTD, unit_heads)
@@ -141,8 +150,10 @@ def _reach(shape, index_BT, valid_BT, farthest: int) -> jax.Array:
 def _weighted_sum(extended_BED, w_WD, bias_D, index_BE, activation) -> Any:
     """Shifted copies times their taps; one fused loop, since XLA never stores the copies."""
     y_BTD = _activated(_sum_of_taps(extended_BED, w_WD, bias_D, index_BE), activation)
+    y_BTD = y_BTD.astype(extended_BED.dtype)
     # As it leaves: fused with what comes behind, all taps would be computed again for each use.
-    return jax.lax.optimization_barrier(y_BTD.astype(extended_BED.dtype))
+    # Of one token that is less work than to start another kernel.
+    return y_BTD if y_BTD.shape[1] == 1 else jax.lax.optimization_barrier(y_BTD)
 
 
 def _weighted_sum_forward(extended_BED, w_WD, bias_D, index_BE, activation):

@@ -252,6 +252,7 @@ def test_a_benchmarks_cache_is_that_of_a_read_context():
     """Attention sees the whole context and goes on behind it."""
     config = unrolled(config_lib.load(TINY).model)
     case = bench_decode.Case(config, bench_decode.random_params(config), 2, 12, 2, 1)
+    case.fill()
     layer = case.cache["tail"]["layer_1"]
     assert int(layer["index"]) == 12 and np.all(np.asarray(layer["position"]) == 12)
     held = np.asarray(layer["slot_document"])

@@ -1,6 +1,8 @@
 """Prefill in chunks and decode are the full forward pass, whatever stands left of a prompt."""
 
+import collections
 import functools
+import re
 from typing import Any
 
 import jax
@@ -108,6 +110,16 @@ def test_steps_write_into_their_caches_and_copy_none():
     memory: Any = engine._decode_program.memory_analysis()
     assert memory.alias_size_in_bytes >= engine.cache_bytes
     assert memory.temp_size_in_bytes < engine.cache_bytes / 2
+
+
+def test_maps_of_one_input_are_one_product(batched):
+    made = re.findall(
+        r"= f32\[4,(\d+)\]\S* (?:dot|custom-call)\(", batched._decode_program.as_text()
+    )
+    layers = batched.params["tail"].values()
+    wanted = collections.Counter(str(x.shape[1]) for layer in layers for x in layer["joined"])
+    assert wanted == {"64": 1, "8": 1, "96": 1, "32": 2}
+    assert {width: made.count(width) for width in wanted} == wanted
 
 
 def test_layers_apart_are_the_same_model():
