@@ -13,6 +13,7 @@ tokens in chunks.
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import time
 
 import jax
@@ -23,7 +24,7 @@ from fastweights import cli, config, flops
 from fastweights.errors import check
 from fastweights.generation import Engine
 from fastweights.generation.weights import for_decoding, join, unrolled
-from fastweights.model import ModelConfig, init_params
+from fastweights.model import ModelConfig, abstract_model
 
 CONTEXTS = "2560,16384,65536,262144"
 
@@ -44,11 +45,18 @@ def twin(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, pattern="A")
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _normal(shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    return 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
+
+
 def random_params(model: ModelConfig):
-    """As an `Engine` keeps them; made in the compute dtype, for a large model fits but once."""
+    """As an `Engine` keeps them, each array from the same numbers: a program that starts all layers
+    as training does takes longer to compile than all that is timed. In the compute dtype, for a
+    large model fits but once."""
     narrow = unrolled(dataclasses.replace(model, param_dtype=model.dtype))
-    make = jax.jit(lambda key: init_params(narrow, key))
-    return join(for_decoding(narrow, make(jax.random.key(0))))
+    shapes = abstract_model(narrow)[1]
+    return join(for_decoding(narrow, jax.tree.map(lambda x: _normal(x.shape, x.dtype), shapes)))
 
 
 def filled_cache(engine: Engine, context: int):
@@ -119,7 +127,8 @@ def main(argv: list[str] | None = None) -> int:
     bandwidth = args.bandwidth or flops.peak_bandwidth(kind)
 
     letters = {name: model.layout.letters for name, model in models.items()}
-    print(f"{kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}; {hybrid.dtype}; {letters}")
+    print(f"{kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}; {hybrid.dtype}; {letters}",
+          flush=True)  # fmt: skip
     if args.prefill_length:
         print(prefill_line(models["hybrid"], params["hybrid"], args.prefill_length, args.chunk))
     print(f"{'batch':>5} {'context':>8} {'model':>7} {'ms a step':>10} {'tokens/s':>10} "

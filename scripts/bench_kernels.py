@@ -301,7 +301,8 @@ def main() -> None:
     names += [f"{XLA} {name}" for name in ALSO_XLA]
     names += [f"{PEER} {name}" for name in ALSO_PEER]
     parser = argparse.ArgumentParser(description="Times the Hopper kernels.")
-    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW")
+    some = f"some of: {', '.join(names)}"
+    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW", help=some)
     parser.add_argument("--parts", action="store_true", help="also each kernel alone")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     args = parser.parse_args()

@@ -17,6 +17,7 @@ import numpy as np
 
 from fastweights import cli, flops, sharding
 from fastweights import config as config_lib
+from fastweights.errors import check
 from fastweights.training import banner, optim
 from fastweights.training.state import init_state, make_blueprint
 from fastweights.training.step import compile_step, place_batch
@@ -50,8 +51,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Times a training step.")
     parser.add_argument("--config", required=True, help="config file, path.py or path.py:arg")
     parser.add_argument("--steps", type=int, default=10, help="steps timed, after two unmeasured")
-    parser.add_argument("--implementation", help="form of the recurrent mixers")
+    parser.add_argument(
+        "--implementation",
+        help="form of every recurrent mixer of the pattern, which all must know it",
+    )
     args, overrides = cli.parse(parser, None)
+    check(args.steps >= 1, f"--steps is {args.steps}; use 1 or more.")
     config = config_lib.load(args.config, overrides)
     if args.implementation:
         config = with_implementation(config, args.implementation)

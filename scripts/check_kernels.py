@@ -5,10 +5,10 @@
 
 Each line is one case: the error of every result and gradient as RMS(error) / RMS(reference). The
 exit code is 1 if any passes its bound: 5e-3 for o and the final state, 8e-3 for dq, dk, dv and the
-initial state's gradient, 2e-2 for dg and dbeta; 1.2e-2 where keys are alike and nothing decays,
-for there storing bfloat16 between the kernels is the limit (the last column gives the error of the
-same steps with float32 between them: the chunked XLA form). `gate` is the cosine of the gradients
-of the gate's parameters with the true ones, at least 0.999.
+initial state's gradient, 2e-2 for dg and dbeta. Where keys are alike and little decays, 1.2e-2 and
+for dg and dbeta 5e-2, for there storing bfloat16 between the kernels is the limit (the last column
+gives the error of the same steps with float32 between them: the chunked XLA form). `gate` is the
+cosine of the gradients of the gate's parameters with the true ones, at least 0.999.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from fastweights.ops.mosaic_gpu import decode, rule, support  # noqa: E402
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dstate")
 BOUNDS = dict(o=5e-3, state=5e-3, dq=8e-3, dk=8e-3, dv=8e-3, dstate=8e-3, dg=2e-2, dbeta=2e-2)
-ALIKE = dict.fromkeys(("o", "state", "dq", "dk", "dv", "dstate"), 1.2e-2)
+ALIKE = dict.fromkeys(BOUNDS, 1.2e-2) | dict(dg=5e-2, dbeta=5e-2)
 FULL_SIZE = (8, 4096, 16, 16, 128, 128)
 
 
@@ -186,7 +186,7 @@ def check(case: Case) -> tuple[bool, str]:
         errors |= {name: float(np.abs(got[name]).max()) for name in ("dg", "dstate")}
     alike = case.cosine > 0 and case.shift < 0
     bounds = ALIKE if alike else BOUNDS
-    good = all(np.isfinite(e) and e <= bounds.get(name, np.inf) for name, e in errors.items())
+    good = all(np.isfinite(e) and e <= bounds[name] for name, e in errors.items())
     same = all(np.array_equal(got[name], again[name]) for name in got)
     line = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
     # Where everything is forgotten at once, or nothing came before, the true gradient is nothing.

@@ -40,10 +40,16 @@ def check_rule(
 
     `channels` asks for a g per key channel.
     """
+    labels = ("q", "k", "v", "g", "beta", "segment_ids")
+    for label, x in zip(labels, (q_BTHK, k_BTHK, v_BTGV, g, beta_BTG, segment_ids), strict=True):
+        check(
+            x is None or isinstance(x, jax.Array | np.ndarray),
+            f"{name}: {label} must be an array, got {type(x).__name__}",
+        )
     for label, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTGV)):
         check(
-            x.ndim == 4 and jnp.issubdtype(x.dtype, jnp.floating),
-            f"{name}: {label} must be a floating-point array [B, T, heads, dim], "
+            x.ndim == 4 and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1,
+            f"{name}: {label} must be an array [B, T, heads, dim] of floats of 16 bits or more, "
             f"got {x.dtype} of shape {x.shape}",
         )
     batch, length, heads, key_dim = q_BTHK.shape
@@ -81,6 +87,16 @@ def check_given(name: str, **arrays: jax.Array | None) -> None:
         check(
             x is not None, f"{name}: {label} is None; give an array, or call a rule that has none"
         )
+
+
+def known_number(name: str, label: str, x: object) -> float:
+    """x as a number that is known while tracing, or UserError."""
+    try:
+        return float(x)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{name}: {label} must be a number that is known while tracing, got {x!r}"
+        ) from error
 
 
 def check_options(

@@ -45,7 +45,8 @@ def gated_delta_rule(
 
     Args:
       q_BTHK: queries.
-      k_BTHK: keys; stable for unit keys and beta in [0, 2].
+      k_BTHK: keys; stable for unit keys and beta in [0, 2]. On Hopper GPUs bfloat16 keys that are
+        all but equal, with beta near 2 and no decay, cost digits (docs/kernels.md, "Known limits").
       v_BTGV: values.
       g_BTG: log decay, <= 0 (natural logarithm of the factor on the state).
       beta_BTG: write strength, in [0, 2].
@@ -220,7 +221,8 @@ def linear_attention(
     # Kept wide until after the division: a rounded weight would cost the quotient its accuracy.
     v_wide = jnp.concatenate([v_BTGV, ones], axis=-1).astype(acc)
     inputs = (q_BTHK, k_BTHK, v_wide, None, None)
-    o_wide, state = _run(name, inputs, 1.0 if scale is None else scale, initial_state, *rest)
+    scale = 1.0 if scale is None else scale
+    o_wide, state = _run(name, inputs, scale, initial_state, *rest, normaliser=True)
     weight_BTG1 = o_wide[..., -1:] + eps
     if segment_ids is not None:
         # Padding has weight 0; with eps = 0 the quotient would be NaN there.
@@ -236,11 +238,11 @@ KERNEL_AXES = (
 )  # fmt: skip
 
 
-def _takes_kernels(name: str, inputs: Inputs, state, implementation: str, channels: bool) -> bool:
+def _takes_kernels(name: str, inputs: Inputs, state, implementation: str, **kind: bool) -> bool:
     """Whether a call goes to the Hopper kernels; says once why not, where that is a loss."""
     if implementation not in ("auto", "pallas"):
         return False
-    reason = support.obstacle(*inputs[:3], state, channels=channels)
+    reason = support.obstacle(*inputs[:3], state, **kind)
     a_loss = support.on_hopper() and inputs[0].shape[1] > 1
     if reason is not None and (implementation == "pallas" or a_loss):
         support.say_once(name, reason)
@@ -261,6 +263,7 @@ def _run(
     implementation: str,
     *,
     channels: bool = False,
+    normaliser: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     checks.check_rule(name, *inputs, segment_ids, chunk_size, implementation, channels=channels)
     q_BTHK, _, v_BTGV, _, _ = inputs
@@ -272,7 +275,7 @@ def _run(
     state = jnp.zeros(state_shape, acc) if initial_state is None else initial_state.astype(acc)
     if not v_BTGV.size:  # no token, or no row of the batch: nothing moves the state
         return v_BTGV, state
-    factor = key_dim**-0.5 if scale is None else float(scale)
+    factor = key_dim**-0.5 if scale is None else checks.known_number(name, "scale", scale)
 
     document_BT = valid_BT = None
     if segment_ids is not None:
@@ -281,7 +284,8 @@ def _run(
     inputs, state, document_BT = vary_alike((inputs, state, document_BT))
     checks.check_range(f"{name}: g is a log decay and must not be positive", inputs[3], high=0)
     checks.check_range(f"{name}: beta must lie in [0, 2]", inputs[4], low=0, high=2)
-    if _takes_kernels(name, inputs, state, implementation, channels):
+    kind = dict(channels=channels, normaliser=normaliser)
+    if _takes_kernels(name, inputs, state, implementation, **kind):
         from fastweights.ops.mosaic_gpu import decode, rule  # Pallas takes a while to import
 
         kernels = decode.core if length == 1 else rule.core

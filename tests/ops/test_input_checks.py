@@ -67,7 +67,10 @@ def call(name, **changes):
 
 BAD = [
     ("gated_delta_rule", dict(q=(2, 20, 5)), r"q must be .*\[B, T, heads, dim\].*\(2, 20, 5\)"),
-    ("gated_delta_rule", dict(q=((2, 20, 2, 5), INT)), r"q must be a floating-point .*int32"),
+    ("gated_delta_rule", dict(q=((2, 20, 2, 5), INT)), r"q must be .*floats of 16 .*int32"),
+    ("gated_delta_rule", dict(v=((2, 20, 4, 7), jnp.float8_e5m2)), r"v must be .*16.*float8"),
+    ("gated_delta_rule", dict(scale="x"), r"scale must be a number .* tracing, got 'x'"),
+    ("gated_delta_rule", dict(segment_ids=[[1]]), r"segment_ids must be an array, got list"),
     ("gated_delta_rule", dict(k=(2, 20, 2, 6)), r"k must have .*\(2, 20, 2, 5\), got .*2, 6\)"),
     ("gated_delta_rule", dict(v=(2, 21, 4, 7)), r"v must be .*\(2, 20\).*got \(2, 21, 4, 7\)"),
     ("gated_delta_rule", dict(v=(2, 20, 3, 7)), r"3 value heads are no multiple of 2 query/key"),
@@ -208,6 +211,12 @@ def test_a_state_pair_belongs_to_the_normaliser():
     q, k, v, S = (jnp.zeros(shape) for shape in (*HEADS.values(), STATES["linear_attention"]))
     with pytest.raises(UserError, match=r"^linear_attention: .* a pair, which only normalize=True"):
         ops.linear_attention(q, k, v, initial_state=(S, S[..., 0]))
+
+
+def test_a_gate_that_is_no_array_is_named():
+    q, k, v = (jnp.zeros(shape) for shape in HEADS.values())
+    with pytest.raises(UserError, match=r"^delta_rule: beta must be an array, got float"):
+        ops.delta_rule(q, k, v, 0.5)  # type: ignore[arg-type]
 
 
 def test_a_state_that_is_no_array_is_named():

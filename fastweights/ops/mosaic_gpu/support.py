@@ -21,7 +21,9 @@ TILE = 64  # head dims: `rule` pads them to a multiple; for one token that would
 
 def on_hopper() -> bool:
     """Whether jax computes on a GPU of compute capability 9.0 (H100, H200)."""
-    here: Any = jax.config.jax_default_device or jax.local_devices()[0]
+    here: Any = jax.config.jax_default_device
+    if here is None or isinstance(here, str):  # a platform, or none named
+        here = jax.local_devices(backend=here)[0]
     mesh = jax.sharding.get_abstract_mesh()
     meant = None if mesh.empty else mesh.abstract_device
     if meant is not None and meant.device_kind != getattr(here, "device_kind", None):
@@ -64,10 +66,11 @@ def obstacle(
     initial_state: jax.Array | None,
     *,
     channels: bool,
+    normaliser: bool = False,
 ) -> str | None:
     """Why the kernels cannot take a call, in half a sentence; None if they can.
 
-    One token goes to `decode`, more to `rule`.
+    One token goes to `decode`, more to `rule`. `normaliser`: v holds one as a further channel.
     """
     one_token = q_BTHK.shape[1] == 1
     reason = _obstacle_of_the_machine(q_BTHK, k_BTHK, v_BTGV)
@@ -75,12 +78,14 @@ def obstacle(
         return reason
     if channels:
         return "the kernels know no decay per key channel"
+    if normaliser:
+        return "the kernels know no normaliser"
     kinds = (jnp.bfloat16, jnp.float32) if one_token else (jnp.bfloat16,)
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTGV)):
         if x.dtype not in kinds:
             return f"the kernels take bfloat16, and {name} is {x.dtype}"
     if initial_state is not None and initial_state.dtype != jnp.float32:
-        return f"the kernels keep a float32 state, and initial_state is {initial_state.dtype}"
+        return f"the kernels keep a float32 state, and these inputs ask for {initial_state.dtype}"
     key_dim, value_dim = q_BTHK.shape[-1], v_BTGV.shape[-1]
     if key_dim > MAX_KEY_DIM or value_dim > MAX_VALUE_DIM:
         return (

@@ -1,6 +1,7 @@
 """Which calls the Hopper kernels take, and what is said where they do not."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,24 @@ def test_a_call_for_kernels_falls_back_and_says_so_once(recwarn):
     assert (got == want).all() and not recwarn.list
 
 
+@pytest.mark.parametrize("named", [None, "gpu"])
+def test_a_default_device_may_be_named_by_its_platform(monkeypatch, named):
+    card = types.SimpleNamespace(compute_capability="9.0")
+    asked = []
+    monkeypatch.setattr(
+        support.jax, "local_devices", lambda backend=None: asked.append(backend) or [card]
+    )
+    with jax.default_device(named):
+        assert support.on_hopper()
+    assert asked == [named]
+
+
+def test_a_normaliser_is_the_reason_told(monkeypatch):
+    monkeypatch.setattr(support, "on_hopper", lambda: True)
+    with pytest.warns(UserWarning, match="know no normaliser"):
+        ops.linear_attention(*arrays(), normalize=True)
+
+
 def test_auto_says_nothing_where_there_is_no_hopper():
     ops.linear_attention(*arrays())
 
@@ -47,7 +66,7 @@ def test_auto_says_nothing_where_there_is_no_hopper():
         (arrays(K=256), None, False, None),
         (arrays(K=320), None, False, "320 and 64"),
         (arrays(V=320), None, False, "64 and 320"),
-        (arrays(), jnp.zeros((1, 1, 64, 64), jnp.bfloat16), False, "initial_state is bfloat16"),
+        (arrays(), jnp.zeros((1, 1, 64, 64), jnp.bfloat16), False, "ask for bfloat16"),
         (arrays(), None, True, "key channel"),
         (arrays(jnp.float32, T=1), None, False, None),
         (arrays(jnp.float16, T=1), None, False, "q is float16"),
