@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from fastweights import sharding
 from fastweights.errors import check
-from fastweights.ops import segments
+from fastweights.ops import kernels, segments
 from fastweights.ops.checks import check_segments
 from fastweights.ops.features import normalize_heads
 from fastweights.ops.mosaic_gpu import support
@@ -124,7 +124,7 @@ def _outputs(x_BTD, cache, w_WD, bias_D, index_BT, valid_BT, activation, unit_he
         y_BTD = y_BED[:, -x_BTD.shape[1] :]
         return y_BTD if fused else normalize_heads(y_BTD, unit_heads)
     if worth_it:
-        support.say_once("short_convolution", reason)
+        kernels.say_once("short_convolution", reason)
     if valid_BT is not None:
         x_BTD = segments.select_real(x_BTD, valid_BT)
     extended_BED, index_BE = _prepend(cache, x_BTD, reach), _prepend_index(index_BT, reach)

@@ -13,13 +13,15 @@ query/key head j // (G // H)), K key dim, V value dim.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from fastweights import sharding
-from fastweights.ops import channelwise, checks, chunked, reference, scan, segments
-from fastweights.ops.mosaic_gpu import support
+from fastweights.ops import channelwise, checks, chunked, kernels, reference, scan, segments
+from fastweights.ops.mosaic_gpu import support as gpu
+from fastweights.ops.mosaic_tpu import support as tpu
 from fastweights.ops.varying import vary_alike
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array | None]
@@ -60,8 +62,9 @@ def gated_delta_rule(
       implementation: "auto" (one update for T = 1, otherwise "pallas" where it can and "chunked"
         elsewhere), "reference" (token by token), "chunked" (hand-written gradient), "scan" (chunks
         joined by an associative scan: more work, but a dependent chain of only
-        log2(T / chunk_size) steps), or "pallas" (Hopper GPUs, bfloat16, chunks of 64, and at T = 1
-        float32 too; falls back to "chunked" or at T = 1 to "reference", and says so once).
+        log2(T / chunk_size) steps), or "pallas" (kernels in chunks of 64: Hopper GPUs, bfloat16,
+        at T = 1 float32 too; TPUs, bfloat16 and float32; falls back to "chunked" or at T = 1 to
+        "reference", and says so once).
 
     Returns:
       (o_BTGV in v's dtype, final state [B, G, K, V] after the last real token). The state and all
@@ -238,15 +241,28 @@ KERNEL_AXES = (
 )  # fmt: skip
 
 
-def _takes_kernels(name: str, inputs: Inputs, state, implementation: str, **kind: bool) -> bool:
-    """Whether a call goes to the Hopper kernels; says once why not, where that is a loss."""
+def _kernels(
+    name: str, inputs: Inputs, state, implementation: str, **kind: bool
+) -> Callable[..., tuple[jax.Array, jax.Array]] | None:
+    """The kernels that take a call; None if none do, said once where that is a loss."""
     if implementation not in ("auto", "pallas"):
-        return False
+        return None
+    on_tpu, one_token = tpu.on_tpu(), inputs[0].shape[1] == 1
+    support = tpu if on_tpu else gpu
     reason = support.obstacle(*inputs[:3], state, **kind)
-    a_loss = support.on_hopper() and inputs[0].shape[1] > 1
-    if reason is not None and (implementation == "pallas" or a_loss):
-        support.say_once(name, reason)
-    return reason is None
+    if reason is not None:
+        a_loss = (on_tpu or gpu.on_hopper()) and not one_token
+        if implementation == "pallas" or a_loss:
+            kernels.say_once(name, reason)
+        return None
+    # Pallas takes a while to import.
+    if on_tpu:
+        from fastweights.ops.mosaic_tpu import rule
+
+        return rule.core
+    from fastweights.ops.mosaic_gpu import decode, rule
+
+    return decode.core if one_token else rule.core
 
 
 def _accumulator(*inputs):
@@ -285,13 +301,11 @@ def _run(
     checks.check_range(f"{name}: g is a log decay and must not be positive", inputs[3], high=0)
     checks.check_range(f"{name}: beta must lie in [0, 2]", inputs[4], low=0, high=2)
     kind = dict(channels=channels, normaliser=normaliser)
-    if _takes_kernels(name, inputs, state, implementation, **kind):
-        from fastweights.ops.mosaic_gpu import decode, rule  # Pallas takes a while to import
-
-        kernels = decode.core if length == 1 else rule.core
+    kernel = _kernels(name, inputs, state, implementation, **kind)
+    if kernel is not None:
         documents = () if length == 1 else (document_BT,)
         o_BTGV, state = sharding.on_each_device(
-            functools.partial(kernels, scale=factor),
+            functools.partial(kernel, scale=factor),
             (*inputs, state, *documents),
             KERNEL_AXES[: 6 + len(documents)],
             (ROWS_AND_HEADS, STATE_AXES),

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ops_edges as edges
 import ops_family as family
 import ops_oracle as oracle
 import tiny_models
@@ -69,43 +70,19 @@ def test_no_tokens(name):
     np.testing.assert_array_equal(S, x["initial_state"])
 
 
-def strong_decay(x):
-    x["g"] = np.random.default_rng(1).uniform(-100, -20, x["g"].shape)
-
-
-def strong_and_mild_decay(x):
-    strong = np.random.default_rng(1).uniform(size=x["g"].shape) < 0.5
-    x["g"] = np.where(strong, -45.0, x["g"])
-
-
-def one_huge_decay(x):
-    x["g"][:, 70] = -1e6
-
-
-def no_decay(x):
-    x["g"] = np.zeros_like(x["g"])
-
-
-def edited(name, edge, seed=3, **sizes):
-    x = RULES[name].draw(seed, **sizes)
-    edge(x)
-    return {n: a if np.iscomplexobj(a) else a.astype(np.float32) for n, a in x.items()}
-
-
 PARALLEL = ("chunked", "scan")
-GATES = (strong_decay, strong_and_mild_decay, one_huge_decay, no_decay)
 
 
 @pytest.mark.parametrize("implementation", PARALLEL)
 @pytest.mark.parametrize("name", GATED)
-@pytest.mark.parametrize("edge", GATES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("edge", edges.GATES, ids=lambda f: f.__name__)
 def test_gates(edge, name, implementation):
-    family.check(name, edited(name, edge), implementation=implementation)
+    family.check(name, edges.edited(name, edge), implementation=implementation)
 
 
 @pytest.mark.parametrize("name", GATED)
 def test_huge_decay_has_exactly_no_gradient(name):
-    got = family.run(name, edited(name, one_huge_decay), implementation="chunked")
+    got = family.run(name, edges.edited(name, edges.one_huge_decay), implementation="chunked")
     assert np.all(got["dg"][:, 70] == 0)
 
 
@@ -131,7 +108,9 @@ def no_rate(x):
     "edge", (no_step, fast_rates, one_huge_step, no_rate), ids=lambda f: f.__name__
 )
 def test_steps(edge, implementation):
-    family.check("selective_scan", edited("selective_scan", edge), implementation=implementation)
+    family.check(
+        "selective_scan", edges.edited("selective_scan", edge), implementation=implementation
+    )
 
 
 def fast_poles(x):
@@ -140,7 +119,7 @@ def fast_poles(x):
 
 @pytest.mark.parametrize("name", ("state_space", "state_space_zoh"))
 def test_states_that_forget_at_once(name):
-    family.check(name, edited(name, fast_poles), implementation="scan")
+    family.check(name, edges.edited(name, fast_poles), implementation="scan")
 
 
 WITHOUT_DECAY = {
@@ -153,7 +132,7 @@ WITHOUT_DECAY = {
 @pytest.mark.parametrize("implementation", (*PARALLEL, "reference"))
 @pytest.mark.parametrize("name", WITHOUT_DECAY)
 def test_no_decay_is_the_rule_without(name, implementation):
-    x = edited(name, no_decay, 16)
+    x = edges.edited(name, edges.no_decay, 16)
     got = family.run(name, x, implementation=implementation)
     del x["g"]
     want = family.recurrence(WITHOUT_DECAY[name], x)
@@ -169,68 +148,22 @@ def test_equal_channels_are_one_decay(implementation):
     oracle.assert_close(got | {"dg": np.sum(got["dg"], axis=-1)}, want)
 
 
-def ungated(x):
-    if "g" in x:
-        no_decay(x)
-
-
-def identical_keys(x):
-    ungated(x)
-    x["k"][:] = x["k"][:, :1]
-    x["beta"] = np.ones_like(x["beta"])
-
-
-def identical_keys_overwritten(x):
-    identical_keys(x)
-    x["beta"] = 1.5 * x["beta"]
-
-
-def reflections(x):
-    ungated(x)
-    x["beta"] = np.full_like(x["beta"], 2.0)
-
-
-def near_identical_keys(x):
-    keys = x["k"][:, :1] + 0.05 * x["k"]
-    x["k"] = keys / np.linalg.norm(keys, axis=-1, keepdims=True)
-    x["beta"] = np.full_like(x["beta"], 0.95)
-
-
-def no_write(x):
-    x["beta"] = np.zeros_like(x["beta"])
-
-
-def zero_keys_and_queries(x):
-    x["k"][:, 10:20] = 0
-    x["q"][:, 15:90] = 0
-
-
-WRITES = (
-    identical_keys,
-    identical_keys_overwritten,
-    reflections,
-    near_identical_keys,
-    no_write,
-    zero_keys_and_queries,
-)
-
-
 @pytest.mark.parametrize("implementation", PARALLEL)
 @pytest.mark.parametrize("name", DELTA)
-@pytest.mark.parametrize("edge", WRITES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("edge", edges.WRITES, ids=lambda f: f.__name__)
 def test_writes(edge, name, implementation):
-    family.check(name, edited(name, edge), implementation=implementation)
+    family.check(name, edges.edited(name, edge), implementation=implementation)
 
 
-IN_BFLOAT16 = [(edge, name) for edge in GATES for name in GATED]
-IN_BFLOAT16 += [(edge, name) for edge in WRITES for name in DELTA]
+IN_BFLOAT16 = [(edge, name) for edge in edges.GATES for name in GATED]
+IN_BFLOAT16 += [(edge, name) for edge in edges.WRITES for name in DELTA]
 
 
 @pytest.mark.parametrize(
     ("edge", "name"), IN_BFLOAT16, ids=lambda part: getattr(part, "__name__", part)
 )
 def test_edges_in_bfloat16(edge, name):
-    x, wide = family.narrowed(name, edited(name, edge))
+    x, wide = family.narrowed(name, edges.edited(name, edge))
     got = family.run(name, x, implementation="chunked")
     oracle.assert_close(got, family.recurrence(name, wide), 1e-2)
 
@@ -244,7 +177,7 @@ def test_identical_keys_reflected(name, implementation, beta, tolerance):
     An explicit float32 inverse, entries up to 2, can do no better: rounding each of its 64 x 64
     entries moves a value by about 1e-5, and the state keeps all of it.
     """
-    x = edited(name, identical_keys)
+    x = edges.edited(name, edges.identical_keys)
     x["beta"] = np.float32(beta) * x["beta"]
     family.check(name, x, tolerance, implementation=implementation)
 
@@ -252,7 +185,7 @@ def test_identical_keys_reflected(name, implementation, beta, tolerance):
 @pytest.mark.parametrize("implementation", (*PARALLEL, "reference"))
 @pytest.mark.parametrize("name", ("gated_delta_rule", "kimi_delta_rule"))
 def test_no_write_only_decays(name, implementation):
-    x = edited(name, no_write, 18, g_mean=-0.01)
+    x = edges.edited(name, edges.no_write, 18, g_mean=-0.01)
     got = family.run(name, x, implementation=implementation)
     total = np.sum(x["g"].astype(np.float64), axis=1)
     factor = np.exp(total if name == "kimi_delta_rule" else total[..., None])[..., None]
@@ -264,7 +197,7 @@ def test_no_write_only_decays(name, implementation):
 @pytest.mark.parametrize("name", DELTA)
 def test_a_full_write_replaces_the_old_value(name, implementation):
     """One unit key again and again at beta = 1: each token reads back its own value."""
-    x = edited(name, identical_keys)
+    x = edges.edited(name, edges.identical_keys)
     x["q"] = x["k"]
     got, scale = family.run(name, x, implementation=implementation), x["k"].shape[-1] ** -0.5
     read = np.einsum("bgk,bgkv->bgv", np.repeat(x["k"][:, -1], 2, axis=1), got["S"])
@@ -276,7 +209,7 @@ def test_a_full_write_replaces_the_old_value(name, implementation):
 def test_zero_keys_under_the_norm(dtype):
     """l2_normalize of a zero is zero and has a finite gradient: no NaN around an empty token."""
     x = RULES["gated_delta_rule"].draw(5, T=70)
-    zero_keys_and_queries(x)
+    edges.zero_keys_and_queries(x)
 
     @tiny_models.quick_jit
     def gradients(x):

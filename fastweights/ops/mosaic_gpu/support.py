@@ -3,14 +3,11 @@
 Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value dim.
 """
 
-import functools
-import warnings
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from fastweights import sharding
+from fastweights.ops.kernels import meant_device, obstacle_of_sharding
 
 MAX_KEY_DIM, MAX_VALUE_DIM = 256, 256
 CHANNELS = 128  # a block of the convolution
@@ -21,13 +18,8 @@ TILE = 64  # head dims: `rule` pads them to a multiple; for one token that would
 
 def on_hopper() -> bool:
     """Whether jax computes on a GPU of compute capability 9.0 (H100, H200)."""
-    here: Any = jax.config.jax_default_device
-    if here is None or isinstance(here, str):  # a platform, or none named
-        here = jax.local_devices(backend=here)[0]
-    mesh = jax.sharding.get_abstract_mesh()
-    meant = None if mesh.empty else mesh.abstract_device
-    if meant is not None and meant.device_kind != getattr(here, "device_kind", None):
-        # A mesh of devices that only the compiler knows, which have a name and no capability.
+    meant, here = meant_device()
+    if meant is not None:  # it has a name and no capability
         return meant.platform == "gpu" and any(x in meant.device_kind for x in ("H100", "H200"))
     return getattr(here, "compute_capability", "") == "9.0"
 
@@ -35,12 +27,7 @@ def on_hopper() -> bool:
 def _obstacle_of_the_machine(*arrays: jax.Array) -> str | None:
     if not on_hopper():
         return "the kernels run on GPUs of compute capability 9.0"
-    reason = sharding.obstacle_to_cutting()
-    if reason is not None:
-        return reason
-    if any(jax.typeof(x).manual_axis_type.varying for x in arrays):
-        return "the kernels know no varying mesh axes, so shard_map needs check_vma=False"
-    return None
+    return obstacle_of_sharding(*arrays)
 
 
 def convolution_obstacle(x_BTD: jax.Array, w_WD: jax.Array) -> str | None:
@@ -98,9 +85,3 @@ def obstacle(
             f"and these are {key_dim} and {value_dim}"
         )
     return None
-
-
-@functools.cache
-def say_once(name: str, reason: str) -> None:
-    """Warns, once for each operation and reason, that a call falls back to XLA."""
-    warnings.warn(f"{name}: runs as XLA code, for {reason}.", category=UserWarning, stacklevel=5)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fastweights import ops
+from fastweights.ops import kernels
 from fastweights.ops.mosaic_gpu import convolution, support
 
 
@@ -41,7 +42,7 @@ def on_hopper(monkeypatch):
     real = convolution.short_convolution
     monkeypatch.setattr(convolution, "short_convolution", simulated)
     monkeypatch.setattr(support, "on_hopper", lambda: True)
-    support.say_once.cache_clear()
+    kernels.say_once.cache_clear()
     return shapes
 
 

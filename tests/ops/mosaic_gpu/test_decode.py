@@ -12,6 +12,7 @@ import pytest
 
 import ops_oracle
 from fastweights import ops
+from fastweights.ops import kernels
 from fastweights.ops.mosaic_gpu import decode, support
 
 NAMES = ops_oracle.NAMES
@@ -92,7 +93,7 @@ def calls(monkeypatch):
     real = decode.core
     monkeypatch.setattr(decode, "core", core)
     monkeypatch.setattr(support, "on_hopper", lambda: True)
-    support.say_once.cache_clear()
+    kernels.say_once.cache_clear()
     return ran
 
 

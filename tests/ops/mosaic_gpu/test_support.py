@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 
 import fastweights.ops.mosaic_gpu.support as support
 from fastweights import ops
-from fastweights.ops import chunked, convolution
+from fastweights.ops import chunked, convolution, kernels
 from fastweights.ops.mosaic_gpu import convolution as kernel
 from fastweights.ops.mosaic_gpu import rule
 
 
 @pytest.fixture(autouse=True)
 def forget():
-    support.say_once.cache_clear()
+    kernels.say_once.cache_clear()
 
 
 def arrays(dtype=jnp.bfloat16, K=64, V=64, T=20):

@@ -1,0 +1,58 @@
+"""Whether the TPU kernels can take a call; without Pallas, so that asking costs no import.
+
+Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value dim.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from fastweights.ops.kernels import meant_device, obstacle_of_sharding
+
+LANES = 128  # head dims and channels: padded to a multiple
+VMEM_LIMIT = 48 * 2**20  # bytes; the smallest VMEM, that of a v7x core, is 64 MiB
+MAX_DIM = 256  # of keys and values
+GENERATIONS = ("v5", "v6", "TPU7")  # as they stand in the names of devices
+
+
+def on_tpu() -> bool:
+    """Whether jax computes on a TPU that the kernels know: v5e, v5p, v6e or 7x."""
+    meant, here = meant_device()
+    device = here if meant is None else meant
+    if getattr(device, "platform", device) != "tpu":
+        return False
+    return any(x in getattr(device, "device_kind", "") for x in GENERATIONS)
+
+
+def _obstacle_of_the_machine(*arrays: jax.Array) -> str | None:
+    if not on_tpu():
+        return "the kernels run on TPUs from v5 on"
+    return obstacle_of_sharding(*arrays)
+
+
+def obstacle(
+    q_BTHK: jax.Array,
+    k_BTHK: jax.Array,
+    v_BTGV: jax.Array,
+    initial_state: jax.Array | None,
+    *,
+    channels: bool,
+) -> str | None:
+    """Why the kernels cannot take a call, in half a sentence; None if they can."""
+    reason = _obstacle_of_the_machine(q_BTHK, k_BTHK, v_BTGV)
+    if reason is not None:
+        return reason
+    if channels:
+        return "the kernels know no decay per key channel"
+    if q_BTHK.shape[1] == 1:
+        return "the kernels take more than one token"
+    for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTGV)):
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            return f"the kernels take bfloat16 and float32, and {name} is {x.dtype}"
+    if initial_state is not None and initial_state.dtype != jnp.float32:
+        return f"the kernels keep a float32 state, and initial_state is {initial_state.dtype}"
+    key_dim, value_dim = q_BTHK.shape[-1], v_BTGV.shape[-1]
+    if max(key_dim, value_dim) > MAX_DIM:
+        return (
+            f"the kernels take head dims up to {MAX_DIM}, and these are {key_dim} and {value_dim}"
+        )
+    return None
