@@ -14,7 +14,8 @@ from fastweights.errors import check
 from fastweights.ops import kernels, segments
 from fastweights.ops.checks import check_segments
 from fastweights.ops.features import normalize_heads
-from fastweights.ops.mosaic_gpu import support
+from fastweights.ops.mosaic_gpu import support as gpu
+from fastweights.ops.mosaic_tpu import support as tpu
 from fastweights.ops.weights import sum_tokens
 
 
@@ -104,10 +105,16 @@ def _outputs(x_BTD, cache, w_WD, bias_D, index_BT, valid_BT, activation, unit_he
     """y of every token, in x's dtype; 0 at padding. None for one document or no padding, and
     `valid_BT` is for calls without a cache."""
     reach = w_WD.shape[0] - 1
+    on_tpu = tpu.on_tpu()
+    support = tpu if on_tpu else gpu
     reason = support.convolution_obstacle(x_BTD, w_WD)
-    worth_it = support.on_hopper() and x_BTD.shape[1] >= support.CONVOLVED_TOKENS
+    worth_it = (on_tpu or gpu.on_hopper()) and x_BTD.shape[1] >= support.CONVOLVED_TOKENS
     if reason is None and worth_it:
-        from fastweights.ops.mosaic_gpu import convolution  # Pallas takes a while to import
+        # Pallas takes a while to import.
+        if on_tpu:
+            from fastweights.ops.mosaic_tpu import convolution
+        else:
+            from fastweights.ops.mosaic_gpu import convolution
 
         whole_BED, index_BE = x_BTD, index_BT
         if cache is not None:

@@ -12,9 +12,11 @@ from fastweights import sharding
 def meant_device() -> tuple[Any, Any]:
     """(device of a mesh that only the compiler knows, or None; the device that is here).
 
-    The first, where there is one, is what a program is compiled for. Either may be a bare name.
+    The first, where there is one, is what a program is compiled for.
     """
-    here: Any = jax.config.jax_default_device or jax.local_devices()[0]
+    here: Any = jax.config.jax_default_device
+    if here is None or isinstance(here, str):  # a platform, or none named
+        here = jax.local_devices(backend=here)[0]
     mesh = jax.sharding.get_abstract_mesh()
     meant = None if mesh.empty else mesh.abstract_device
     if meant is not None and meant.device_kind == getattr(here, "device_kind", None):

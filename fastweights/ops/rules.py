@@ -257,11 +257,9 @@ def _kernels(
         return None
     # Pallas takes a while to import.
     if on_tpu:
-        from fastweights.ops.mosaic_tpu import rule
-
-        return rule.core
-    from fastweights.ops.mosaic_gpu import decode, rule
-
+        from fastweights.ops.mosaic_tpu import decode, rule
+    else:
+        from fastweights.ops.mosaic_gpu import decode, rule
     return decode.core if one_token else rule.core
 
 

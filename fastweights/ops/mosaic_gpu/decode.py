@@ -9,14 +9,13 @@ Shapes: B batch, H query/key heads, G value heads (value head j reads query/key 
 K key dim, V value dim.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from fastweights.ops import reference
+from fastweights.ops import one_token
 from fastweights.ops.mosaic_gpu.support import TILE
 from fastweights.ops.mosaic_gpu.tiles import F32, call, digits, plgpu
 
@@ -105,25 +104,8 @@ def update_state(
     return o_B1GV, jax.freeze(state_ref)
 
 
-def _by_definition(q, k, v, g, beta, state, scale):
-    return reference.core(q, k, v, g, beta, state, None, scale=scale)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _core(inputs, scale, simulate):
+def _update(inputs, scale, simulate):
     return update_state(*inputs, scale=scale, simulate=simulate)
-
-
-def _core_forward(inputs, scale, simulate):
-    return _core(inputs, scale, simulate), inputs
-
-
-def _core_backward(scale, simulate, inputs, cotangents):
-    del simulate
-    return (jax.vjp(functools.partial(_by_definition, scale=scale), *inputs)[1](cotangents),)
-
-
-_core.defvjp(_core_forward, _core_backward)
 
 
 def core(
@@ -139,4 +121,4 @@ def core(
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.core` at T = 1, with the gradient of that; arguments as in `update_state`."""
     inputs = (q_B1HK, k_B1HK, v_B1GV, g_B1G, beta_B1G, state_BGKV)
-    return _core(inputs, scale, simulate)
+    return one_token.with_gradient(_update)(inputs, scale, simulate)

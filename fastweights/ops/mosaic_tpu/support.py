@@ -6,11 +6,17 @@ Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value 
 import jax
 import jax.numpy as jnp
 
+from fastweights import sharding
 from fastweights.ops.kernels import meant_device, obstacle_of_sharding
 
 LANES = 128  # head dims and channels: padded to a multiple
 VMEM_LIMIT = 48 * 2**20  # bytes; the smallest VMEM, that of a v7x core, is 64 MiB
 MAX_DIM = 256  # of keys and values
+CHANNELS = LANES  # of the convolution: a head that it can scale to unit length
+HALO = 16  # tokens of the convolution's block of earlier ones: a whole tile in bfloat16
+MAX_TAPS = 8  # of the convolution
+CONVOLVED_TOKENS = 128  # fewer are no loss without the kernel
+TILE = 8  # head dims, for one token; padding them would copy the state
 GENERATIONS = ("v5", "v6", "TPU7")  # as they stand in the names of devices
 
 
@@ -29,6 +35,22 @@ def _obstacle_of_the_machine(*arrays: jax.Array) -> str | None:
     return obstacle_of_sharding(*arrays)
 
 
+def convolution_obstacle(x_BTD: jax.Array, w_WD: jax.Array) -> str | None:
+    """As `obstacle`, for the short convolution."""
+    reason = _obstacle_of_the_machine(x_BTD, w_WD)
+    if reason is not None:
+        return reason
+    if x_BTD.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"the kernel takes bfloat16 and float32, and x is {x_BTD.dtype}"
+    taps, channels = w_WD.shape
+    channels = sharding.part(channels, "heads")
+    if channels % CHANNELS:
+        return f"the kernel takes multiples of {CHANNELS} channels, and a device has {channels}"
+    if taps > MAX_TAPS:
+        return f"the kernel takes up to {MAX_TAPS} taps, and these are {taps}"
+    return None
+
+
 def obstacle(
     q_BTHK: jax.Array,
     k_BTHK: jax.Array,
@@ -37,14 +59,15 @@ def obstacle(
     *,
     channels: bool,
 ) -> str | None:
-    """Why the kernels cannot take a call, in half a sentence; None if they can."""
+    """Why the kernels cannot take a call, in half a sentence; None if they can.
+
+    One token goes to `decode`, more to `rule`.
+    """
     reason = _obstacle_of_the_machine(q_BTHK, k_BTHK, v_BTGV)
     if reason is not None:
         return reason
     if channels:
         return "the kernels know no decay per key channel"
-    if q_BTHK.shape[1] == 1:
-        return "the kernels take more than one token"
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTGV)):
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             return f"the kernels take bfloat16 and float32, and {name} is {x.dtype}"
@@ -54,5 +77,10 @@ def obstacle(
     if max(key_dim, value_dim) > MAX_DIM:
         return (
             f"the kernels take head dims up to {MAX_DIM}, and these are {key_dim} and {value_dim}"
+        )
+    if q_BTHK.shape[1] == 1 and (key_dim % TILE or value_dim % TILE):
+        return (
+            f"the kernel for one token takes head dims that are multiples of {TILE}, "
+            f"and these are {key_dim} and {value_dim}"
         )
     return None

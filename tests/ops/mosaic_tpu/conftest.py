@@ -5,23 +5,30 @@ import functools
 import pytest
 
 from fastweights.ops import kernels
-from fastweights.ops.mosaic_tpu import rule, support
+from fastweights.ops.mosaic_tpu import convolution, decode, rule, support
 
 
 @pytest.fixture
 def on_tpu(monkeypatch):
-    """Calls for kernels are interpreted; returns the shapes of the queries that came to them."""
-    shapes = []
+    """Calls for kernels are interpreted; returns the kernels' names and first arguments' shapes."""
+    calls = []
 
-    def interpreted(q_BTHK, *rest, **options):
-        shapes.append(q_BTHK.shape)
-        return core(q_BTHK, *rest, **options, interpret=True)
+    def interpret(module, name):
+        real = getattr(module, name)
 
-    core = rule.core
-    monkeypatch.setattr(rule, "core", functools.wraps(core)(interpreted))
+        @functools.wraps(real)
+        def interpreted(first, *rest, **options):
+            calls.append((module.__name__.split(".")[-1], first.shape))
+            return real(first, *rest, **options, interpret=True)
+
+        monkeypatch.setattr(module, name, interpreted)
+
+    interpret(rule, "core")
+    interpret(decode, "core")
+    interpret(convolution, "short_convolution")
     monkeypatch.setattr(support, "on_tpu", lambda: True)
     kernels.say_once.cache_clear()
-    return shapes
+    return calls
 
 
 @pytest.fixture

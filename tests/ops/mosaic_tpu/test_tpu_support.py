@@ -23,6 +23,8 @@ def arrays(dtype=jnp.bfloat16, K=64, V=64, T=20):
         (arrays(jnp.float16), None, False, "q is float16"),
         (arrays(), jnp.zeros((1, 1, 64, 64), jnp.bfloat16), False, "initial_state is bfloat16"),
         (arrays(), None, True, "key channel"),
+        (arrays(T=1), None, False, None),
+        (arrays(T=1, K=60), None, False, "multiples of 8, and these are 60 and 64"),
     ],
 )
 def test_obstacles(on_tpu, arguments, state, channels, reason):
@@ -73,7 +75,7 @@ def test_over_a_mesh_each_device_runs_the_kernels_on_its_part(on_tpu):
     with jax.set_mesh(jax.make_mesh((2, 2, 2), sharding.AXES, axis_types=(AxisType.Auto,) * 3)):
         cut = jax.jit(run)(q, k, v)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), cut, alone)
-    assert on_tpu == [(4, 20, 2, 8), (1, 20, 1, 8)]
+    assert on_tpu == [("rule", (4, 20, 2, 8)), ("rule", (1, 20, 1, 8))]
 
 
 def test_members_of_vmap(on_tpu):
