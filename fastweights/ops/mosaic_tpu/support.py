@@ -58,11 +58,14 @@ def obstacle(
     initial_state: jax.Array | None,
     *,
     channels: bool,
+    normaliser: bool = False,
 ) -> str | None:
     """Why the kernels cannot take a call, in half a sentence; None if they can.
 
-    One token goes to `decode`, more to `rule`.
+    One token goes to `decode`, more to `rule`. A normaliser among the values needs no more than
+    their float32.
     """
+    del normaliser
     reason = _obstacle_of_the_machine(q_BTHK, k_BTHK, v_BTGV)
     if reason is not None:
         return reason
@@ -72,7 +75,7 @@ def obstacle(
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             return f"the kernels take bfloat16 and float32, and {name} is {x.dtype}"
     if initial_state is not None and initial_state.dtype != jnp.float32:
-        return f"the kernels keep a float32 state, and initial_state is {initial_state.dtype}"
+        return f"the kernels keep a float32 state, and these inputs ask for {initial_state.dtype}"
     key_dim, value_dim = q_BTHK.shape[-1], v_BTGV.shape[-1]
     if max(key_dim, value_dim) > MAX_DIM:
         return (

@@ -21,7 +21,7 @@ def arrays(dtype=jnp.bfloat16, K=64, V=64, T=20):
         (arrays(jnp.float32, K=60, V=256), None, False, None),
         (arrays(K=320), None, False, "320 and 64"),
         (arrays(jnp.float16), None, False, "q is float16"),
-        (arrays(), jnp.zeros((1, 1, 64, 64), jnp.bfloat16), False, "initial_state is bfloat16"),
+        (arrays(), jnp.zeros((1, 1, 64, 64), jnp.bfloat16), False, "ask for bfloat16"),
         (arrays(), None, True, "key channel"),
         (arrays(T=1), None, False, None),
         (arrays(T=1, K=60), None, False, "multiples of 8, and these are 60 and 64"),
