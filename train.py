@@ -53,16 +53,17 @@ def main(argv: list[str] | None = None) -> int:
     lead = jax.process_index() == 0
     changed = run_folder.check_config(args.workdir, config)
     mesh = sharding.make_mesh(config.mesh)
-    sharding.check_batch(config.batch_size // config.accum_steps, mesh)
+    sharding.check_batch(config.batch_size // config.accum_steps, mesh, config.data.length)
 
     # ---- Data: batch i is a function of (seed, i), so its position is one number ----------------
     check_vocab(vocab_size(config.data), config.model.vocab_size)
+    index, count = sharding.share_of_rows(mesh)
     dataset = train_dataset(
         config.data,
         seed=config.seed,
         rows=config.batch_size,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=index,
+        process_count=count,
     )
 
     # ---- State and step, compiled once ----------------------------------------------------------

@@ -77,7 +77,7 @@ class Block(nnx.Module):
                 y_BTD = self.mlp(y_BTD)
             y_BTD = self.mlp_norm(y_BTD) if self.post_norm else y_BTD
             x_BTD = x_BTD + checkpoint_name(y_BTD, "mlp_out")
-        return constrain(x_BTD, "batch", None, None), cache, balance
+        return constrain(x_BTD, "batch", "tokens", None), cache, balance
 
 
 class Blocks(nnx.Module):

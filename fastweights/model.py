@@ -248,7 +248,7 @@ class HybridLM(nnx.Module):
         if segment_ids_BT is not None:
             # Padding may hold any id: NaN there would meet zeros in the gradients of all kernels.
             x_BTD = select_real(x_BTD, segment_ids_BT != 0)
-        x_BTD = constrain(x_BTD, "batch", None, None)
+        x_BTD = constrain(x_BTD, "batch", "tokens", None)
         next_cache, balances = {}, []
         context = (segment_ids_BT, positions_BT)
         if self.config.layout.num_groups:

@@ -64,7 +64,7 @@ def plan_step(config: Config, target: Target) -> Plan:
       UserError: as `sharding.make_mesh` and `sharding.check_batch`.
     """
     mesh = sharding.make_mesh(config.mesh, target.devices)
-    sharding.check_batch(config.batch_size // config.accum_steps, mesh)
+    sharding.check_batch(config.batch_size // config.accum_steps, mesh, config.data.length)
     tx = optim.make_optimizer(config.optim, config.steps)
     blueprint = make_blueprint(config.model, tx, mesh)
     started = time.perf_counter()

@@ -2,8 +2,9 @@
 
 Modules annotate parameters with logical axes ("embed", "heads", ...) and `RULES` says which mesh
 axis each one is cut along. Weights are cut over `fsdp` (their model width) and `tensor` (heads,
-hidden units, vocabulary); batches over `data` and `fsdp` together. The mesh uses Auto axis types:
-the compiler places the collectives, guided by `constrain`.
+hidden units, vocabulary); the rows of batches over `data` and `fsdp` together, their tokens over
+`sequence`. The mesh uses Auto axis types: the compiler places the collectives, guided by
+`constrain`; only what mixes tokens or is a kernel is cut by hand (`on_each_device`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from fastweights.errors import UserError, check
 
-AXES = ("data", "fsdp", "tensor")
+SEQUENCE = "sequence"
+AXES = ("data", "fsdp", "tensor", SEQUENCE)
 
 # Logical axis -> mesh axis or axes. Axes named None in an annotation are replicated: norms, gates
 # and short convolutions are small, and a gather a layer would cost more than their copies.
@@ -30,6 +32,9 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "batch": ("data", "fsdp"),
+    "tokens": SEQUENCE,
+    # Rows made of the slices of rows that lie on different devices.
+    "slices": ("data", "fsdp", SEQUENCE),
 }
 
 
@@ -40,6 +45,7 @@ class MeshConfig:
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    sequence: int = 1
 
     def __post_init__(self):
         sizes = dataclasses.astuple(self)
@@ -52,7 +58,7 @@ class MeshConfig:
             sizes.count(-1) <= 1, f"Mesh {sizes} has more than one -1; leave one axis open at most."
         )
 
-    def resolve(self, num_devices: int) -> tuple[int, int, int]:
+    def resolve(self, num_devices: int) -> tuple[int, ...]:
         """The sizes with the open axis filled in.
 
         Raises:
@@ -72,15 +78,14 @@ class MeshConfig:
                 f"Mesh {sizes} takes {fixed} devices but {num_devices} are present; "
                 "set one axis to -1 or change the sizes.",
             )
-        data, fsdp, tensor = (num_devices // fixed if size == -1 else size for size in sizes)
-        return data, fsdp, tensor
+        return tuple(num_devices // fixed if size == -1 else size for size in sizes)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh `(data, fsdp, tensor)` over `devices` (all of them by default)."""
+    """A mesh `(data, fsdp, tensor, sequence)` over `devices` (all of them by default)."""
     devices = jax.devices() if devices is None else list(devices)
     return jax.make_mesh(
-        config.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices
+        config.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
     )
 
 
@@ -110,6 +115,12 @@ def _axis_size(mesh: Any, entry: str | tuple[str, ...] | None) -> int:
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
+def _cuts_tokens(length: int, mesh: Any) -> bool:
+    """Rows of other lengths than a run trains on, as evals have them, stay whole."""
+    parts = _axis_size(mesh, RULES["tokens"])
+    return parts > 1 and length % parts == 0
+
+
 def _fit(shape: Sequence[int], logical_axes: Sequence[str | None], mesh: Any, name: str):
     """The partition spec of an array of this shape, or a sentence why it cannot be cut so."""
     check(
@@ -117,6 +128,10 @@ def _fit(shape: Sequence[int], logical_axes: Sequence[str | None], mesh: Any, na
         f"{name} has {len(shape)} dimensions but {len(logical_axes)} logical axes "
         f"{tuple(logical_axes)}; name every dimension.",
     )
+    logical_axes = [
+        None if logical == "tokens" and not _cuts_tokens(size, mesh) else logical
+        for size, logical in zip(shape, logical_axes, strict=True)
+    ]
     spec = _spec(logical_axes, name)
     for dim, (size, logical, entry) in enumerate(zip(shape, logical_axes, spec, strict=True)):
         parts = _axis_size(mesh, entry)
@@ -148,19 +163,42 @@ def param_shardings(logical_axes: Any, abstract_params: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(one, abstract_params, logical_axes)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over `data` and `fsdp`, every other dimension whole."""
-    return NamedSharding(mesh, _spec(("batch",), "A batch"))
+def batch_sharding(mesh: Mesh, length: int | None = None) -> NamedSharding:
+    """Rows over `data` and `fsdp`; every other dimension whole.
+
+    With the rows' length in tokens, for arrays [rows, length, ...], the tokens over `sequence`,
+    if it divides them.
+    """
+    cut = length is not None and _cuts_tokens(length, mesh)
+    return NamedSharding(mesh, _spec(("batch", "tokens") if cut else ("batch",), "A batch"))
 
 
-def check_batch(rows: int, mesh: Mesh) -> None:
-    """Raises `UserError` unless a batch of `rows` rows can be cut over the mesh."""
+def check_batch(rows: int, mesh: Mesh, length: int | None = None) -> None:
+    """Raises `UserError` unless `rows` rows, of `length` tokens, can be cut over the mesh."""
     parts = _axis_size(mesh, RULES["batch"])
     check(
         rows % parts == 0,
         f"A batch of {rows} rows cannot be cut over data x fsdp = {parts} devices; make it a "
         f"multiple of {parts}.",
     )
+    parts = _axis_size(mesh, RULES["tokens"])
+    check(
+        length is None or length % parts == 0,
+        f"Rows of {length} tokens cannot be cut over sequence = {parts} devices; make data.length "
+        f"a multiple of {parts}, or mesh.sequence a divisor of it.",
+    )
+
+
+def share_of_rows(mesh: Mesh) -> tuple[int, int]:
+    """Which of equal parts of a batch's rows this process's devices need: (index, count).
+
+    Processes that cut heads or tokens between them need the same rows.
+    """
+    parts = _axis_size(mesh, RULES["batch"])
+    held = batch_sharding(mesh).addressable_devices_indices_map((parts,)).values()
+    rows = [index[0].start or 0 for index in held if index is not None]
+    first, size = min(rows), max(rows) + 1 - min(rows)
+    return (0, 1) if parts % size or first % size else (first // size, parts // size)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -172,6 +210,7 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     """Pins an activation to its logical axes; does nothing outside `jax.set_mesh`.
 
     Without it the compiler may gather whole activations ("involuntary full rematerialization").
+    Tokens that the mesh does not divide stay whole.
 
     Raises:
       UserError: as `param_shardings`.
@@ -180,6 +219,28 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
     if mesh.empty or np.prod(list(mesh.shape.values())) == 1:
         return x
     return jax.lax.with_sharding_constraint(x, _fit(x.shape, logical_axes, mesh, "An activation"))
+
+
+def cuts_tokens(length: int) -> bool:
+    """Whether the devices here hold slices of rows of so many tokens, and not whole rows."""
+    return length % _parts("tokens") == 0 and _parts("tokens") > 1
+
+
+def slices_as_rows(x: jax.Array) -> jax.Array:
+    """[rows, length, ...] as [rows x N, length / N, ...] where N devices hold slices of a row."""
+    rows, length, *rest = x.shape
+    if not cuts_tokens(length):
+        return x
+    x = x.reshape(rows * _parts("tokens"), part(length, "tokens"), *rest)
+    return constrain(x, "slices", *[None] * (x.ndim - 1))
+
+
+def rows_of_slices(x: jax.Array, length: int) -> jax.Array:
+    """Undoes `slices_as_rows` for rows of `length` tokens."""
+    if not cuts_tokens(length):
+        return x
+    x = x.reshape(x.shape[0] // _parts("tokens"), length, *x.shape[2:])
+    return constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
 
 
 def _open_axes(mesh: Any) -> dict[str, AxisType]:
@@ -215,10 +276,11 @@ def _parts(logical: str) -> int:
 
 
 def on_each_device(call: Callable[..., Any], args: Sequence[Any], axes: Any, out_axes: Any) -> Any:
-    """call(*args), each device with its own part: for kernels, which the compiler cannot cut.
+    """call(*args), each device with its own part: for what the compiler cannot cut.
 
     Args:
-      call: a function of arrays in which no row and no head depends on another.
+      call: a function of arrays in which no row and no head depends on another, and tokens only
+        through collectives on the mesh axis of "tokens".
       args: arrays or None.
       axes: for each argument a tuple of logical axes, or None a dimension.
       out_axes: the same for each result, a tuple of tuples.

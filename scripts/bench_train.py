@@ -63,6 +63,7 @@ def main() -> int:
     config = dataclasses.replace(config, steps=WARMUP + args.steps)
 
     mesh = sharding.make_mesh(config.mesh)
+    sharding.check_batch(config.batch_size // config.accum_steps, mesh, config.data.length)
     tx = optim.make_optimizer(config.optim, config.steps)
     blueprint = make_blueprint(config.model, tx, mesh)
     started = time.perf_counter()

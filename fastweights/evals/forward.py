@@ -33,7 +33,7 @@ class Context:
         """`workdir` is the run's folder, for evals that look for a tokenizer there."""
         self.config, self.graphdef, self.workdir = config, graphdef, workdir
         self.rows = config.batch_size // config.accum_steps
-        self._placement = sharding.batch_sharding(mesh)
+        self._mesh = mesh
 
         def forward(params: Any, batch: Batch) -> TokenLoss:
             return token_loss(bind(graphdef, params), batch, loss_chunk=config.loss_chunk)
@@ -49,7 +49,9 @@ class Context:
             # Every process holds the whole batch; each device takes its rows from it.
             placed = {
                 name: jax.make_array_from_callback(
-                    array.shape, self._placement, lambda index, array=array: array[index]
+                    array.shape,
+                    sharding.batch_sharding(self._mesh, array.shape[1]),
+                    lambda index, array=array: array[index],
                 )
                 for name, array in batch.items()
             }

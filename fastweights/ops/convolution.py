@@ -61,8 +61,12 @@ def short_convolution(
         empty = jnp.zeros((batch, reach, channels), x_BTD.dtype)
         return x_BTD, empty if cache is None else cache.astype(x_BTD.dtype)
     form = activation, unit_heads
+    cut = cache is None and sharding.cuts_tokens(length)
     if segment_ids is None:
-        y_BTD = _outputs(x_BTD, cache, w_WD, bias_D, None, None, *form)
+        if cut:
+            y_BTD = _on_slices((x_BTD, w_WD, bias_D, None), *form)
+        else:
+            y_BTD = _outputs(x_BTD, cache, w_WD, bias_D, None, None, *form)
         return y_BTD, _prepend(cache, x_BTD, reach)[:, length:]
 
     index_BT, valid_BT = segments.find_documents(segment_ids)
@@ -73,7 +77,9 @@ def short_convolution(
     compact_BTD = jnp.take_along_axis(real_BTD, order_BT[:, :, None], axis=1)
     compact_index_BT = jnp.take_along_axis(index_BT, order_BT, axis=1)
 
-    if cache is None:
+    if cut:
+        y_BTD = _on_slices((x_BTD, w_WD, bias_D, segment_ids), *form)
+    elif cache is None:
         y_BTD = _outputs(x_BTD, None, w_WD, bias_D, index_BT, valid_BT, *form)
     else:
         y_BTD = _outputs(compact_BTD, cache, w_WD, bias_D, compact_index_BT, None, *form)
@@ -94,6 +100,29 @@ def _prepend(cache: jax.Array | None, x_BTD: jax.Array, reach: int) -> jax.Array
     if cache is None:
         return jnp.pad(x_BTD, ((0, 0), (reach, 0), (0, 0)))
     return jnp.concatenate([cache.astype(x_BTD.dtype), x_BTD], axis=1)
+
+
+def _on_slices(arrays, activation, unit_heads) -> jax.Array:
+    """y of every token on a mesh whose devices hold slices of the rows."""
+    from fastweights.ops import sequence_parallel  # it runs this op on them
+
+    def run(x_BTD, w_WD, bias_D, segment_ids):
+        form = dict(activation=activation, unit_heads=unit_heads)
+        return (
+            sequence_parallel.convolve(
+                x_BTD, w_WD, bias_D, axis=sharding.SEQUENCE, segment_ids=segment_ids, **form
+            ),
+        )
+
+    x_BTD, w_WD, bias_D, segment_ids = arrays
+    # No head that is to be scaled is cut in two.
+    whole_heads = not unit_heads or sharding.part(x_BTD.shape[2], "heads") % unit_heads == 0
+    channels = "heads" if whole_heads else None
+    tokens = ("batch", "tokens", channels)
+    # Wide, as for the kernel below.
+    wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), (w_WD, bias_D))
+    axes = (tokens, (None, channels), (channels,), tokens[:2])
+    return sharding.on_each_device(run, (x_BTD, *wide, segment_ids), axes, (tokens,))[0]
 
 
 def _prepend_index(index_BT: Any, reach: int) -> Any:

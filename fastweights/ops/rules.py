@@ -234,6 +234,23 @@ def linear_attention(
     return o_BTGV, (state[..., :-1], state[..., -1])
 
 
+def _on_slices(name: str, arrays, **options) -> tuple[jax.Array, jax.Array]:
+    """A rule on a mesh whose devices hold slices of the rows."""
+    from fastweights.ops import sequence_parallel  # it runs the rules on them
+
+    def run(q_BTHK, k_BTHK, v_BTGV, g, beta_BTG, initial_state, segment_ids):
+        gates = [gate for gate in (g, beta_BTG) if gate is not None]
+        given = dict(initial_state=initial_state, segment_ids=segment_ids)
+        return sequence_parallel.run_rule(
+            PUBLIC[name], q_BTHK, k_BTHK, v_BTGV, *gates, axis=sharding.SEQUENCE, **given, **options
+        )
+
+    heads, state = ("batch", "tokens", "heads", None), ("batch", "heads", None, None)
+    g_axes = heads[: arrays[3].ndim] if arrays[3] is not None else None
+    axes = (*[heads] * 3, g_axes, heads[:3], state, heads[:2])
+    return sharding.on_each_device(run, arrays, axes, (heads, state))
+
+
 # Logical axes of what the kernels take: q, k, v, g, beta, state, documents.
 ROWS_AND_HEADS, STATE_AXES = ("batch", None, "heads", None), ("batch", "heads", None, None)
 KERNEL_AXES = (
@@ -290,6 +307,9 @@ def _run(
     if not v_BTGV.size:  # no token, or no row of the batch: nothing moves the state
         return v_BTGV, state
     factor = key_dim**-0.5 if scale is None else checks.known_number(name, "scale", scale)
+    if sharding.cuts_tokens(length):
+        form = dict(scale=factor, chunk_size=chunk_size, implementation=implementation)
+        return _on_slices(name, (*inputs, state, segment_ids), **form)
 
     document_BT = valid_BT = None
     if segment_ids is not None:
@@ -322,3 +342,11 @@ def _run(
         # hold anything there.
         o_BTGV = segments.select_real(o_BTGV, valid_BT)
     return o_BTGV, state
+
+
+PUBLIC = {
+    rule.__name__: rule
+    for rule in (
+        gated_delta_rule, kimi_delta_rule, delta_rule, gated_linear_attention, linear_attention
+    )
+}  # fmt: skip

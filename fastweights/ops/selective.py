@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fastweights import sharding
 from fastweights.errors import check
 from fastweights.ops import checks, segments
 from fastweights.ops.varying import vary_alike
@@ -72,6 +73,9 @@ def selective_scan(
     (batch, length, channels), states = x_BTD.shape, A_DN.shape[1]
     shape = (batch, channels, states)
     checks.check_state("selective_scan", "initial_state", initial_state, shape)
+    if sharding.cuts_tokens(length):
+        arrays = (x_BTD, dt_BTD, A_DN, B_BTN, C_BTN, D, initial_state, segment_ids)
+        return _on_slices(arrays, chunk_size=chunk_size, implementation=implementation)
     given = [x_BTD, dt_BTD, A_DN, B_BTN, C_BTN]
     given += [x for x in (D, initial_state) if x is not None]
     acc = jnp.promote_types(jnp.result_type(*given), jnp.float32)
@@ -109,6 +113,22 @@ def selective_scan(
         # Zero already: this select is for the cotangent, which may hold anything at padding.
         y_BTD = segments.select_real(y_BTD, valid_BT)
     return y_BTD.astype(x_BTD.dtype), h_BDN
+
+
+def _on_slices(arrays, **options) -> tuple[jax.Array, jax.Array]:
+    """`selective_scan` on a mesh whose devices hold slices of the rows."""
+    from fastweights.ops import sequence_parallel  # it runs this op on them
+
+    def run(x_BTD, dt_BTD, A_DN, B_BTN, C_BTN, D, initial_state, segment_ids):
+        given = dict(D=D, initial_state=initial_state, segment_ids=segment_ids)
+        return sequence_parallel.run_selective_scan(
+            x_BTD, dt_BTD, A_DN, B_BTN, C_BTN, axis=sharding.SEQUENCE, **given, **options
+        )
+
+    tokens, state = ("batch", "tokens", "heads"), ("batch", "heads", None)
+    shared = ("batch", "tokens", None)
+    axes = (*[tokens] * 2, ("heads", None), *[shared] * 2, ("heads",), state, shared[:2])
+    return sharding.on_each_device(run, arrays, axes, (tokens, state))
 
 
 class _Tokens(NamedTuple):

@@ -22,11 +22,13 @@ states.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from fastweights import sharding
 from fastweights.errors import check
 from fastweights.ops import checks, segments
 from fastweights.ops.varying import vary_alike
@@ -91,6 +93,10 @@ def state_space(
         name, segment_ids, x_BTD.shape[:2], chunk_size, implementation, IMPLEMENTATIONS
     )
     checks.check_state(name, "initial_state", initial_state, shape)
+    if sharding.cuts_tokens(length):
+        arrays = (x_BTD, dt_D, A_DP, B_DP, C_DP, P, D, initial_state, segment_ids)
+        form = dict(chunk_size=chunk_size, implementation=implementation)
+        return _on_slices(arrays, discretization=discretization, **form)
     stateless = segment_ids is None and initial_state is None
     check(
         implementation != "convolution" or stateless,
@@ -142,6 +148,21 @@ def state_space(
     return y_BTD.astype(x_BTD.dtype), h_BDN
 
 
+def _on_slices(arrays, **options) -> tuple[jax.Array, jax.Array]:
+    """`state_space` on a mesh whose devices hold slices of the rows."""
+    from fastweights.ops import sequence_parallel  # it runs this op on them
+
+    def run(x_BTD, dt_D, A_DP, B_DP, C_DP, P, D, initial_state, segment_ids):
+        given = dict(P=P, D=D, initial_state=initial_state, segment_ids=segment_ids)
+        return sequence_parallel.run_state_space(
+            x_BTD, dt_D, A_DP, B_DP, C_DP, axis=sharding.SEQUENCE, **given, **options
+        )
+
+    tokens, state = ("batch", "tokens", "heads"), ("batch", "heads", None)
+    axes = (tokens, ("heads",), *[("heads", None)] * 4, ("heads",), state, tokens[:2])
+    return sharding.on_each_device(run, arrays, axes, (tokens, state))
+
+
 class _System(NamedTuple):
     dt_D: jax.Array
     A_DP: jax.Array
@@ -149,6 +170,42 @@ class _System(NamedTuple):
     C_DP: jax.Array
     P_DP: jax.Array | None
     discretization: str
+
+
+def idle_steps(
+    dt_D: jax.Array,
+    A_DP: jax.Array,
+    *,
+    P: jax.Array | None,
+    discretization: str,
+    most: int,
+    dtype: Any,
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """What becomes of a state while no input comes.
+
+    Args:
+      dt_D, A_DP, P, discretization: the system, as in `state_space`.
+      most: steps at most.
+      dtype: of states.
+
+    Returns:
+      A function of a state, real [B, D, N], and of the number of steps, int [B], that gives the
+      state after them.
+    """
+    pair_type = jnp.result_type(dtype, jnp.complex64)
+    A_DP, P = A_DP.astype(pair_type), None if P is None else P.astype(pair_type)
+    system = _System(dt_D.astype(dtype), A_DP, A_DP, A_DP, P, discretization)
+    # Abar^count from the powers of two in count.
+    squares = _squares(_matrices(system)[0], 1 << (most.bit_length() - 1))
+
+    def after(h_BDN, count_B):
+        h = _to_pairs(h_BDN) if P is None else h_BDN
+        for i, E in enumerate(squares):
+            taken_B11 = ((count_B >> i) & 1)[:, None, None] == 1
+            h = jnp.where(taken_B11, h + _act(E, h), h)
+        return _to_states(h) if P is None else h
+
+    return after
 
 
 def _to_pairs(h):

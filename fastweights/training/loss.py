@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fastweights import sharding
 from fastweights.model import HybridLM
 
 IGNORE = -1  # a target without loss
@@ -106,7 +107,11 @@ def _hidden(model: HybridLM, batch: dict[str, Any]) -> tuple[jax.Array, jax.Arra
 
 
 def _pieces(h_BTD, targets_BT, loss_chunk) -> tuple[jax.Array, jax.Array]:
-    """Stream and targets as [N, B, C, ...], the last piece filled up with tokens without target."""
+    """Stream and targets as [N, B, C, ...], the last piece filled up with tokens without target.
+
+    Slices of a row on different devices count as rows, so that each device has its own pieces.
+    """
+    h_BTD, targets_BT = (sharding.slices_as_rows(x) for x in (h_BTD, targets_BT))
     length = targets_BT.shape[1]
     size = loss_chunk if 0 < loss_chunk < length else max(length, 1)
     padding = ((0, 0), (0, -length % size))
@@ -120,8 +125,10 @@ def _pieces(h_BTD, targets_BT, loss_chunk) -> tuple[jax.Array, jax.Array]:
 
 
 def _joined(x_NBC: jax.Array, *, length: int) -> jax.Array:
+    """[B, length, ...] from pieces of rows of that length."""
     x_BNC = jnp.moveaxis(x_NBC, 0, 1)
-    return x_BNC.reshape(x_BNC.shape[0], -1, *x_BNC.shape[3:])[:, :length]
+    x_BT = x_BNC.reshape(x_BNC.shape[0], -1, *x_BNC.shape[3:])
+    return sharding.rows_of_slices(x_BT[:, : sharding.part(length, "tokens")], length)
 
 
 def _logits(h_BCD: jax.Array, head_DZ: jax.Array) -> jax.Array:

@@ -104,7 +104,7 @@ def _accumulate(
     def split(x: jax.Array) -> jax.Array:
         # Every accum_steps-th row, so that each device's rows stay on that device.
         rows = x.reshape(x.shape[0] // accum_steps, accum_steps, *x.shape[1:])
-        return sharding.constrain(jnp.moveaxis(rows, 1, 0), None, "batch", *[None] * (x.ndim - 1))
+        return sharding.constrain(jnp.moveaxis(rows, 1, 0), None, "batch", "tokens")
 
     def body(carry: Any, microbatch: Batch) -> tuple[Any, None]:
         (loss, sums), grads = grad_fn(params, microbatch, total)
@@ -127,7 +127,7 @@ def compile_step(
     The executable takes one shape and one placement: another raises, it never compiles again. The
     state is donated.
     """
-    batch_sharding = sharding.batch_sharding(mesh)
+    batch_sharding = sharding.batch_sharding(mesh, config.data.length)
     step = jax.jit(
         make_train_step(
             blueprint.graphdef,
@@ -157,9 +157,11 @@ def compile_step(
 
 
 def place_batch(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> Batch:
-    """Lays this process's rows of a batch on its devices."""
-    placement = sharding.batch_sharding(mesh)
+    """Lays this process's rows of a batch (`sharding.share_of_rows`) on its devices."""
+    _, count = sharding.share_of_rows(mesh)
+    rows, length = batch["tokens"].shape
+    placement = sharding.batch_sharding(mesh, length)
     return {
-        name: jax.make_array_from_process_local_data(placement, batch[name])
+        name: jax.make_array_from_process_local_data(placement, batch[name], (rows * count, length))
         for name in BATCH_FIELDS
     }

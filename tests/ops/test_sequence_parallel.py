@@ -1,4 +1,4 @@
-"""Rules and the short convolution cut over tokens: equal to one device, forward and gradients.
+"""Ops cut over tokens: equal to one device, forward and gradients.
 
 Rows of 24 tokens on 8 devices, so 3 tokens a slice, with boundaries of documents at slice edges and
 inside slices, padding at both, and a whole slice of padding.
@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import ops_oracle as oracle
-from fastweights import ops
+from fastweights import ops, sharding
 from fastweights.errors import UserError
 from fastweights.ops import sequence_parallel
 
@@ -50,7 +50,9 @@ def value_and_pull(call, args, cotangents):
 
 
 def assert_same(got, want):
-    got, want = (dict(enumerate(jax.tree.leaves(tree))) for tree in (got, want))
+    # Complex numbers as pairs of real ones.
+    parts = functools.partial(jax.tree.map, lambda x: (x.real, x.imag) if np.iscomplexobj(x) else x)
+    got, want = (dict(enumerate(jax.tree.leaves(parts(tree)))) for tree in (got, want))
     # Nothing here vanishes: zeros on both sides would agree too.
     assert all(np.max(np.abs(x)) > 0.01 for x in want.values())
     oracle.assert_close(got, want)
@@ -108,6 +110,83 @@ def test_convolutions_equal_one_device(taps, ids):
         dy,
     )
     assert_same(got, want)
+
+
+def normals(**shapes):
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(s).astype(np.float32) for name, s in shapes.items()}
+
+
+def state_space(low_rank: bool):
+    """Arguments of `state_space` as `S4` makes them, with steps at which states live for a row."""
+    x = normals(x=(2, TOKENS, 3), C=(2, 3, 2), B=(2, 3, 2), P=(2, 3, 2), D=(3,), h=(2, 3, 4))
+    A = np.broadcast_to(-0.5 + 1j * np.pi * np.arange(2), (3, 2)).astype(np.complex64)
+    complexes = [A, *(x[name][0] + 1j * x[name][1] for name in ("B", "C"))]
+    rest = {"D": x["D"], "initial_state": x["h"]}
+    rest |= {"P": x["P"][0] + 1j * x["P"][1]} if low_rank else {}
+    return (x["x"], np.array([0.02, 0.1, 0.3], np.float32), *complexes), rest
+
+
+def selective_scan():
+    x = normals(x=(2, TOKENS, 3), B=(2, TOKENS, 2), C=(2, TOKENS, 2), D=(3,), h=(2, 3, 2))
+    dt = np.random.default_rng(1).uniform(0.01, 0.3, (2, TOKENS, 3)).astype(np.float32)
+    A = -np.arange(1.0, 7.0, dtype=np.float32).reshape(3, 2) / 3
+    return (x["x"], dt, A, x["B"], x["C"]), {"D": x["D"], "initial_state": x["h"]}
+
+
+STATE_SPACES = {
+    "selective_scan": (ops.selective_scan, selective_scan, {}, None),
+    # The short form compiles in a fraction of the time.
+    "low_rank": (
+        ops.state_space,
+        lambda: state_space(True),
+        {"discretization": "bilinear", "implementation": "reference"},
+        IDS,
+    ),
+    "diagonal": (ops.state_space, lambda: state_space(False), {}, IDS),
+    "packed_selective_scan": (ops.selective_scan, selective_scan, {}, IDS),
+}
+
+
+def on_mesh(call, *args):
+    """`call` by the public ops on a mesh whose devices hold slices of rows."""
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=1, sequence=DEVICES))
+    with jax.set_mesh(mesh):
+        return value_and_pull(call, *args)
+
+
+@pytest.mark.parametrize("name", STATE_SPACES)
+def test_state_spaces_equal_one_device(name):
+    op, make, options, ids = STATE_SPACES[name]
+    args, rest = make()
+
+    def call(args, rest):
+        return op(*args, **rest, **options, segment_ids=ids, chunk_size=16)
+
+    cotangents = normals(y=args[0].shape, h=rest["initial_state"].shape)
+    cotangents = (cotangents["y"], cotangents["h"])
+    assert_same(
+        on_mesh(call, (args, rest), cotangents), value_and_pull(call, (args, rest), cotangents)
+    )
+
+
+@pytest.mark.parametrize("ids", [IDS, None], ids=["packed", "one_document"])
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    # Eight devices take a head of 8 each, and gather keys where there are 6.
+    [((8, 2), {"window": 5}), ((6, 3), {"logit_cap": 2.0}), ((6, 6), {"window": 4})],
+)
+def test_attention_equals_one_device(heads, options, ids):
+    x = normals(
+        q=(2, TOKENS, heads[0], 4), k=(2, TOKENS, heads[1], 4), v=(2, TOKENS, heads[1], 4),
+        do=(2, TOKENS, heads[0], 4),
+    )  # fmt: skip
+
+    def call(q, k, v):
+        return ops.softmax_attention(q, k, v, segment_ids=ids, **options)
+
+    args = (x["q"], x["k"], x["v"])
+    assert_same(on_mesh(call, args, x["do"]), value_and_pull(call, args, x["do"]))
 
 
 def test_normalised_linear_attention_is_refused():

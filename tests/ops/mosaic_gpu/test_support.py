@@ -134,9 +134,10 @@ def close(got, want):
 
 
 MESH = dict(data=2, fsdp=2, tensor=2)
+SLICES = dict(data=2, tensor=2, sequence=2)
 
 
-def over_mesh(call, *arrays):
+def over_mesh(call, *arrays, mesh=MESH):
     """The call's results and gradients over eight devices, and on one."""
 
     def run(*arrays):
@@ -144,21 +145,22 @@ def over_mesh(call, *arrays):
         return out, pull(out)
 
     alone = jax.jit(run)(*arrays)
-    axes = (AxisType.Auto,) * len(MESH)
-    with jax.set_mesh(jax.make_mesh(tuple(MESH.values()), tuple(MESH), axis_types=axes)):
+    axes = (AxisType.Auto,) * len(mesh)
+    with jax.set_mesh(jax.make_mesh(tuple(mesh.values()), tuple(mesh), axis_types=axes)):
         return jax.jit(run)(*arrays), alone
 
 
 @pytest.mark.parametrize(
-    ("rows", "heads", "seen"),
+    ("mesh", "rows", "heads", "seen"),
     [
-        (4, (2, 4), ((1, 20, 1, 64), (1, 20, 2, 64))),
-        (4, (1, 4), ((1, 20, 1, 64), (1, 20, 4, 64))),
-        (3, (2, 2), ((3, 20, 1, 64), (3, 20, 1, 64))),
+        (MESH, 4, (2, 4), ((1, 20, 1, 64), (1, 20, 2, 64))),
+        (MESH, 4, (1, 4), ((1, 20, 1, 64), (1, 20, 4, 64))),
+        (MESH, 3, (2, 2), ((3, 20, 1, 64), (3, 20, 1, 64))),
+        (SLICES, 4, (2, 2), ((2, 10, 1, 64), (2, 10, 1, 64))),
     ],
-    ids=["rows and heads", "a head that cannot be cut", "rows that cannot be cut"],
+    ids=["rows and heads", "a head that cannot be cut", "rows that cannot be cut", "slices"],
 )
-def test_over_a_mesh_each_device_runs_the_kernels_on_its_part(stand_ins, rows, heads, seen):
+def test_over_a_mesh_each_device_runs_the_kernels_on_its_part(stand_ins, mesh, rows, heads, seen):
     rng = np.random.default_rng(0)
 
     def normal(*shape, dtype=jnp.bfloat16):
@@ -171,7 +173,7 @@ def test_over_a_mesh_each_device_runs_the_kernels_on_its_part(stand_ins, rows, h
     beta = jax.nn.sigmoid(normal(rows, 20, G, dtype=jnp.float32))
     segments = jnp.asarray(np.repeat([[1, 1, 2, 2]], rows, 0).repeat(5, 1))
     call = functools.partial(ops.gated_delta_rule, segment_ids=segments)
-    close(*over_mesh(call, q, k, v, g, beta))
+    close(*over_mesh(call, q, k, v, g, beta, mesh=mesh))
     assert seen in stand_ins
 
 
@@ -180,5 +182,8 @@ def test_over_a_mesh_each_device_convolves_its_part(stand_ins):
     x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((4, 128, 256), (4, 256)))
     close(*over_mesh(lambda x, w: ops.short_convolution(x, w)[0], x, w))
     assert ((1, 128, 128), (4, 128)) in stand_ins
+    y = jnp.concatenate([x, x[::-1]], axis=1)
+    close(*over_mesh(lambda x, w: ops.short_convolution(x, w)[0], y, w, mesh=SLICES))
+    assert ((2, 131, 128), (4, 128)) in stand_ins
     with pytest.warns(UserWarning, match="multiples of 128 channels, and a device has 64"):
         over_mesh(lambda x, w: ops.short_convolution(x, w)[0], x[:, :, :128], w[:, :128])
