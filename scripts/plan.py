@@ -8,7 +8,7 @@ The training step is compiled for the target's devices, which need not be here (
 least bound first. Memory is what the compiler reports. Bounds are lower bounds: of the work that
 `flops.py` counts at the data sheet's peak, of reading and writing the state once, and of what the
 collectives bring to a device over all its links. On GPUs attention is planned in its XLA form, for
-cuDNN cannot be asked without a GPU; it takes more memory than cuDNN's.
+cuDNN cannot be asked without a GPU.
 """
 
 import argparse

@@ -6,18 +6,37 @@ Shapes: B batch, T queries, S keys (cache slots in decoding), H query heads, J k
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fastweights import sharding
 from fastweights.errors import check
 from fastweights.ops import segments
 from fastweights.ops.checks import check_segments
 from fastweights.ops.mosaic_gpu.support import on_hopper
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
+# Of a device, in the XLA form; beyond, queries come in blocks. 256 MiB in float32.
+LOGITS_AT_ONCE = 2**26
+FEWEST_QUERIES = 128  # of a block: fewer would not fill a matrix unit
+
+
+class Places(NamedTuple):
+    """Which keys a query sees: of its document, filled, and not behind it.
+
+    Documents are numbers to compare, None where all tokens are of one.
+    """
+
+    q_document_BT: jax.Array | None
+    kv_document_BS: jax.Array | None
+    q_valid_BT: jax.Array
+    filled_BS: jax.Array
+    q_place_BT: jax.Array
+    kv_place_BS: jax.Array
 
 
 def softmax_attention(
@@ -48,17 +67,18 @@ def softmax_attention(
       window: how many of the latest positions a token sees, itself included (1: itself alone).
       logit_cap: bends logits to logit_cap * tanh(logits / logit_cap), in float32 or wider and
         before the mask (Bello et al. 2016, arXiv 1611.09940; in attention Gemma Team
-        2024, arXiv 2408.00118). None for none. Takes the "xla" path, with all scores in memory.
+        2024, arXiv 2408.00118). None for none. Takes the "xla" path.
       segment_ids: int [B, T], the queries' documents, 0 = padding. Without kv_segment_ids they
         are the keys' too (then S = T), and padding takes up no position.
       kv_segment_ids: int [B, S], 0 = empty slot. Compared with segment_ids as they are; without
         segment_ids every query may see every filled slot.
       q_positions: int [B, T], place of each query in the order of the keys; 0..T-1 by default.
       kv_positions: int [B, S], place of each key; 0..S-1 by default.
-      implementation: "auto", "xla" or "cudnn". Both are `jax.nn.dot_product_attention`; "auto"
-        takes cuDNN on NVIDIA GPUs for 16-bit inputs with equal head dims it supports. Packed rows
-        and caches go through a boolean mask [B, 1, T, S], which cuDNN reads too; plain causal
-        attention, windowed or not, never builds a mask there.
+      implementation: "auto", "xla" or "cudnn". Both are `jax.nn.dot_product_attention`, "xla" for
+        some queries at a time where the logits of all would take much memory. "auto" takes cuDNN
+        on NVIDIA GPUs for 16-bit inputs with equal head dims it supports. Packed rows and caches
+        go through a boolean mask [B, 1, T, S], which cuDNN reads too; plain causal attention,
+        windowed or not, never builds a mask there.
 
     Returns:
       o_BTHV in v's dtype.
@@ -88,70 +108,90 @@ def softmax_attention(
     dtype = jnp.result_type(q_BTHK, k_BSJK, v_BSJV)
     backend: Any = implementation
     if implementation == "auto":
-        backend = "cudnn" if _cudnn_takes(dtype, key_dim, value_dim) else "xla"
+        takes = logit_cap is None and _cudnn_takes(dtype, key_dim, value_dim)
+        backend = "cudnn" if takes else "xla"
+    scale = key_dim**-0.5 if scale is None else scale
     attend = functools.partial(
-        _attend,
-        scale=key_dim**-0.5 if scale is None else scale,
-        window=window,
-        logit_cap=logit_cap,
-        kv_segment_ids=kv_segment_ids,
-        q_positions=q_positions,
-        kv_positions=kv_positions,
-        backend=backend,
+        _attend, scale=scale, window=window, logit_cap=logit_cap, backend=backend
     )
-    tensors = tuple(x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV))
-    others = (logit_cap, kv_segment_ids, q_positions, kv_positions)
-    if backend == "cudnn" and segment_ids is not None and all(x is None for x in others):
-        o_BTHV = _without_mask_if_whole(attend, tensors, segment_ids)
+    q, k, v = (x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV))
+    given = (segment_ids, kv_segment_ids, q_positions, kv_positions)
+    # Plain causal attention needs no mask array: cuDNN skips what a causal window hides.
+    plain = all(x is None for x in (logit_cap, *given))
+    places = None if plain else _find_places((batch, length, slots), *given)
+    at_once = _queries_at_once(batch, length, heads, slots) if backend == "xla" else length
+    if at_once < length:
+        places = places or _find_places((batch, length, slots), *given)
+        o_BTHV = _in_blocks(attend, q, k, v, places, at_once)
+    elif backend == "cudnn" and segment_ids is not None and all(x is None for x in given[1:]):
+        o_BTHV = _without_mask_if_whole(attend, q, k, v, places, segment_ids)
     else:
-        o_BTHV = attend(*tensors, segment_ids=segment_ids)
+        o_BTHV = attend(q, k, v, places)
     return o_BTHV.astype(v_BSJV.dtype)
 
 
-def _without_mask_if_whole(attend, tensors, segment_ids) -> jax.Array:
+def _queries_at_once(batch: int, length: int, heads: int, slots: int) -> int:
+    each = sharding.part(batch, "batch") * sharding.part(heads, "heads") * slots
+    if each * length <= LOGITS_AT_ONCE:
+        return length
+    return max(FEWEST_QUERIES, LOGITS_AT_ONCE // each // FEWEST_QUERIES * FEWEST_QUERIES)
+
+
+def _in_blocks(attend: Callable, q_BTHK, k_BSJK, v_BSJV, places: Places, rows: int) -> jax.Array:
+    """The same, `rows` queries after the other, whose logits the backward pass computes anew."""
+    length = q_BTHK.shape[1]
+    count = -(-length // rows)
+
+    def cut(x_BT):
+        """Blocks in front; those beyond the last token are no queries, or see what they like."""
+        if x_BT is None:
+            return None
+        missing = [(0, 0), (0, count * rows - length), *[(0, 0)] * (x_BT.ndim - 2)]
+        x_BCR = jnp.pad(x_BT, missing).reshape(x_BT.shape[0], count, rows, *x_BT.shape[2:])
+        return jnp.moveaxis(x_BCR, 1, 0)
+
+    # Wide, so that the blocks' parts of their gradients are summed unrounded.
+    acc = jnp.promote_types(q_BTHK.dtype, jnp.float32)
+    wide = k_BSJK.astype(acc), v_BSJV.astype(acc)
+
+    @jax.checkpoint
+    def block(queries, wide):
+        q_BRHK, document_BR, valid_BR, place_BR = queries
+        here = places._replace(q_document_BT=document_BR, q_valid_BT=valid_BR, q_place_BT=place_BR)
+        return attend(q_BRHK, *(x.astype(q_BRHK.dtype) for x in wide), here)
+
+    asks = (q_BTHK, places.q_document_BT, places.q_valid_BT, places.q_place_BT)
+    o_CBRHV = jax.lax.map(lambda queries: block(queries, wide), jax.tree.map(cut, asks))
+    o_BTHV = jnp.moveaxis(o_CBRHV, 0, 1).reshape(q_BTHK.shape[0], count * rows, *o_CBRHV.shape[3:])
+    return o_BTHV[:, :length]
+
+
+def _without_mask_if_whole(attend, q, k, v, places: Any, segment_ids) -> jax.Array:
     """Where all rows turn out to be one document each, the mask says nothing and costs much.
 
     Which it is shows at run time. Checkpointed, for a `cond` keeps the residuals of both branches.
     """
     whole = jnp.all((segment_ids != 0) & (segment_ids == segment_ids[:, :1]))
-    plain = functools.partial(attend, segment_ids=None)
-    masked = functools.partial(attend, segment_ids=segment_ids)
 
     @jax.checkpoint
-    def choose(*tensors):
-        return jax.lax.cond(whole, plain, masked, *tensors)
-
-    return choose(*tensors)
-
-
-def _attend(
-    q,
-    k,
-    v,
-    *,
-    segment_ids,
-    scale,
-    window,
-    logit_cap,
-    kv_segment_ids,
-    q_positions,
-    kv_positions,
-    backend,
-) -> jax.Array:
-    """`softmax_attention` with its checks behind it, on tensors of one dtype."""
-    shape, key_dim, value_dim = (*q.shape[:2], k.shape[1]), q.shape[-1], v.shape[-1]
-    # Plain causal attention needs no mask array: cuDNN skips what a causal window hides.
-    given = (logit_cap, segment_ids, kv_segment_ids, q_positions, kv_positions)
-    plain = all(x is None for x in given)
-    mask_B1TS = sees_BT = None
-    if not plain:
-        mask_BTS, filled_BS = _visible(
-            shape, window, segment_ids, kv_segment_ids, q_positions, kv_positions
+    def choose(places, *tensors):
+        return jax.lax.cond(
+            whole, lambda *x: attend(*x, None), lambda *x: attend(*x, places), *tensors
         )
+
+    return choose(places, q, k, v)
+
+
+def _attend(q, k, v, places: Places | None, *, scale, window, logit_cap, backend) -> jax.Array:
+    """`softmax_attention` of tensors of one dtype; `places` None: plain causal."""
+    key_dim, value_dim = q.shape[-1], v.shape[-1]
+    mask_B1TS = sees_BT = None
+    if places is not None:
+        mask_BTS = _visible(places, window)
         mask_B1TS = mask_BTS[:, None]
         sees_BT = jnp.any(mask_BTS, axis=2)
         q = segments.select_real(q, sees_BT)
-        k, v = segments.select_real(k, filled_BS), segments.select_real(v, filled_BS)
+        k, v = (segments.select_real(x, places.filled_BS) for x in (k, v))
 
     if logit_cap is not None and mask_B1TS is not None:
         o_BTHV = _capped(q, k, v, mask_B1TS, scale, logit_cap)
@@ -162,8 +202,8 @@ def _attend(
             *(_widen(x, width) for x in (q, k, v)),
             mask=mask_B1TS,
             scale=scale,
-            is_causal=plain,
-            local_window_size=(window - 1, 0) if plain and window is not None else None,
+            is_causal=places is None,
+            local_window_size=(window - 1, 0) if places is None and window is not None else None,
             implementation=backend,
         )
         o_BTHV = o[..., :value_dim]
@@ -184,8 +224,7 @@ def _capped(q_BTHK, k_BSJK, v_BSJV, mask_B1TS, scale, cap: float) -> jax.Array:
     return o_BTJRV.reshape(batch, length, heads, -1)
 
 
-def _visible(shape, window, segment_ids, kv_segment_ids, q_positions, kv_positions):
-    """Which keys each query sees [B, T, S], and which keys are real [B, S]."""
+def _find_places(shape, segment_ids, kv_segment_ids, q_positions, kv_positions) -> Places:
     batch, length, slots = shape
     q_document_BT = kv_document_BS = None
     q_valid_BT = jnp.ones((batch, length), bool)
@@ -208,13 +247,18 @@ def _visible(shape, window, segment_ids, kv_segment_ids, q_positions, kv_positio
 
     q_place_BT = default_place(length) if q_place_BT is None else q_place_BT
     kv_place_BS = default_place(slots) if kv_place_BS is None else kv_place_BS
-    back_BTS = q_place_BT[:, :, None] - kv_place_BS[:, None, :]
-    mask_BTS = (back_BTS >= 0) & q_valid_BT[:, :, None] & filled_BS[:, None, :]
+    return Places(q_document_BT, kv_document_BS, q_valid_BT, filled_BS, q_place_BT, kv_place_BS)
+
+
+def _visible(places: Places, window: int | None) -> jax.Array:
+    """Which keys each query sees [B, T, S]."""
+    back_BTS = places.q_place_BT[:, :, None] - places.kv_place_BS[:, None, :]
+    mask_BTS = (back_BTS >= 0) & places.q_valid_BT[:, :, None] & places.filled_BS[:, None, :]
     if window is not None:
         mask_BTS &= back_BTS < window
-    if q_document_BT is not None and kv_document_BS is not None:
-        mask_BTS &= q_document_BT[:, :, None] == kv_document_BS[:, None, :]
-    return mask_BTS, filled_BS
+    if places.q_document_BT is not None and places.kv_document_BS is not None:
+        mask_BTS &= places.q_document_BT[:, :, None] == places.kv_document_BS[:, None, :]
+    return mask_BTS
 
 
 def _cudnn_takes(dtype, key_dim: int, value_dim: int) -> bool:

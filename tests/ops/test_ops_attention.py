@@ -10,6 +10,14 @@ from fastweights import ops
 from fastweights.ops import attention
 
 
+@pytest.fixture(autouse=True, params=(attention.LOGITS_AT_ONCE, 1), ids=("whole", "blocks"))
+def blocks(request, monkeypatch):
+    """All queries at once, and eight at a time."""
+    monkeypatch.setattr(attention, "LOGITS_AT_ONCE", request.param)
+    monkeypatch.setattr(attention, "FEWEST_QUERIES", 8)
+    return request.param == 1
+
+
 def arrays(seed=0, *, B=2, T=23, S=None, H=6, J=2, K=5, V=7):
     rng = np.random.default_rng(seed)
     S = T if S is None else S
@@ -262,3 +270,22 @@ def test_transforms(cap):
 def test_no_tokens():
     x = arrays(T=0)
     assert ops.softmax_attention(x["q"], x["k"], x["v"]).shape == (2, 0, 6, 7)
+
+
+def test_blocks_spare_the_memory_of_the_logits(blocks):
+    x = arrays(B=1, T=256, H=2, J=1, K=8, V=8)
+    loss = jax.grad(lambda q, k, v: jnp.sum(ops.softmax_attention(q, k, v)), (0, 1, 2))
+    compiled = jax.jit(loss).lower(*(x[name] for name in "qkv")).compile()
+    used = compiled.memory_analysis().temp_size_in_bytes  # type: ignore[union-attr]
+    logits = 4 * 2 * 256 * 256
+    assert used < logits / 2 if blocks else used >= logits
+
+
+def test_blocks_sum_gradients_of_keys_unrounded(blocks):
+    """Equal parts of a sum in bfloat16 would stop growing."""
+    x = arrays(B=1, T=512, H=1, J=1, K=4, V=4)
+    q, k, v = (jnp.asarray(x[name], jnp.bfloat16) for name in "qkv")
+    ones = jnp.zeros_like(q), jnp.zeros_like(k)
+    dv = jax.jit(jax.grad(lambda v: jnp.sum(ops.softmax_attention(*ones, v).astype(float))))(v)
+    want = np.cumsum(1 / np.arange(1, 513)[::-1])[::-1]
+    np.testing.assert_allclose(np.asarray(dv, np.float32)[0, :, 0, 0], want, rtol=5e-3)
