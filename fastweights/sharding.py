@@ -288,8 +288,11 @@ def on_each_device(call: Callable[..., Any], args: Sequence[Any], axes: Any, out
     A logical axis that does not divide one of its dimensions is cut nowhere; that work is then done
     on every device.
     """
-    names = set(_open_axes(jax.sharding.get_abstract_mesh()))
-    if not names:
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    # With the axes of one device: a TPU kernel is refused where any axis is the compiler's to cut.
+    names = {name for name, kind in kinds.items() if kind != AxisType.Manual}
+    if not names or (mesh.size == 1 and len(names) == len(kinds)):
         return call(*args)
     present = [(x, a) for x, a in zip(args, axes, strict=True) if x is not None]
     whole = {
