@@ -140,7 +140,9 @@ def test_a_hybrid_trains_with_the_kernels(recwarn):
     config = config_lib.load(
         tiny.__file__, ["model.dtype=bfloat16", *sizes, *(f"model.mixers.{x}" for x in heads)]
     )
-    cut = sharding.make_mesh(sharding.MeshConfig(2, 1, 2), targets.find(TARGETS["v5p"]).devices[:4])
+    cut = sharding.make_mesh(
+        sharding.MeshConfig(data=2, tensor=2), targets.find(TARGETS["v5p"]).devices[:4]
+    )
     tx = optim.make_optimizer(config.optim, config.steps)
     text = compile_step(config, make_blueprint(config.model, tx, cut), tx, cut).as_text()
     for name in ("rule_forward", "rule_backward", "convolution_backward"):
