@@ -1,6 +1,7 @@
-"""What a training step needs on a target, read from the program that its compiler makes.
+"""What training and decoding need on a target, read from the programs that its compiler makes.
 
-Nothing runs: the step of `train.py` is compiled for devices that need not exist.
+Nothing runs: the step of `train.py`, or those of generation, are compiled for devices that need not
+exist.
 """
 
 import collections
@@ -9,10 +10,13 @@ import time
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fastweights import flops, sharding
 from fastweights.config import Config
+from fastweights.generation.weights import place_rows, unrolled
+from fastweights.model import abstract_model, bind
 from fastweights.targets import Target
 from fastweights.training import optim
 from fastweights.training.state import make_blueprint
@@ -34,8 +38,8 @@ class Plan(NamedTuple):
     """One device's part of a step.
 
     Attributes:
-      bytes: by kind: parameters, optimiser, batch, temporaries (activations, gradients and what the
-        compiler sets aside), new outputs.
+      bytes: by kind: parameters, optimiser or caches, batch, temporaries (activations, gradients
+        and what the compiler sets aside), new outputs.
       work: floating-point operations (`flops.py`: nothing recomputed is counted).
       collectives: bytes that come out of each kind of collective, and how many there are; loops
         counted as often as they turn.
@@ -71,38 +75,96 @@ def plan_step(config: Config, target: Target) -> Plan:
     compiled = compile_step(config, blueprint, tx, mesh)
     seconds = time.perf_counter() - started
 
-    stats: Any = compiled.memory_analysis()
-    sizes = {
+    tokens = config.batch_size * config.data.length
+    work = tokens * flops.train_flops_per_token(config.model, config.data.length)
+    held = {
         "parameters": _bytes_of(blueprint.abstract["params"]),
         "optimiser": _bytes_of(blueprint.abstract["opt"]),
     }
+    stats: Any = compiled.memory_analysis()
+    # The state is read and written once at least, the batch read.
+    touched = stats.argument_size_in_bytes + stats.output_size_in_bytes
+    return _read(compiled, held, work, touched, seconds, target)
+
+
+def plan_decode(config: Config, target: Target, chunk: int) -> dict[str, Plan]:
+    """Compiles what generation runs, "prefill" of `chunk` tokens a row and "decode" of one.
+
+    `config.batch_size` rows are generated at once, behind `config.data.length` tokens of context.
+
+    Raises:
+      UserError: as `plan_step`.
+    """
+    mesh = sharding.make_mesh(config.mesh, target.devices)
+    rows, context = config.batch_size, config.data.length
+    model = unrolled(config.model)
+    graphdef, shapes, axes = abstract_model(model)
+
+    def placed(path, x, placement):
+        narrow = path[-1].key in optim.MATRICES
+        dtype = jnp.dtype(model.dtype) if narrow else x.dtype
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=placement)
+
+    placements = sharding.param_shardings(axes, shapes, mesh)
+    params = jax.tree_util.tree_map_with_path(placed, shapes, placements)
+    placement = place_rows(params, rows)
+
+    def fresh(params):
+        return bind(graphdef, params).init_cache(rows, context)
+
+    def step(cache, params, tokens_BT):
+        lm = bind(graphdef, params)
+        h_BTD, cache = lm.hidden(tokens_BT, cache=cache)
+        return cache, lm.unembed(h_BTD[:, -1:])[:, 0]
+
+    cache = placement.shapes(jax.eval_shape(fresh, params))
+    held = {"parameters": _bytes_of(params), "caches": _bytes_of(cache)}
+    counts = flops.decode_bytes(model, rows, context)
+    touched = counts["parameters"] * held["parameters"] / _bytes_of(params, whole=True)
+    touched += (counts["state"] + counts["kv"]) * held["caches"] / _bytes_of(cache, whole=True)
+    outs = (placement.of(cache), placement.rows)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=outs)
+    plans = {}
+    for name, length in (("prefill", min(chunk, context)), ("decode", 1)):
+        tokens_BT = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=placement.rows)
+        started = time.perf_counter()
+        with jax.set_mesh(mesh):
+            compiled = jitted.lower(cache, params, tokens_BT).compile()
+        seconds = time.perf_counter() - started
+        work = rows * length * flops.forward_flops_per_token(model, context)
+        plans[name] = _read(compiled, held, work, touched, seconds, target)
+    return plans
+
+
+def _read(compiled, held, work: float, touched: float, seconds: float, target: Target) -> Plan:
+    """The plan of a compiled program: what it holds by kind, the work of all devices, and how much
+    of its memory a device must touch."""
+    stats: Any = compiled.memory_analysis()
+    sizes = dict(held)
     sizes["batch"] = stats.argument_size_in_bytes - sum(sizes.values())
     sizes["temporaries"] = stats.temp_size_in_bytes
     # The donated state is both argument and output.
     sizes["new outputs"] = stats.output_size_in_bytes - stats.alias_size_in_bytes
 
-    tokens = config.batch_size * config.data.length
-    work = tokens * flops.train_flops_per_token(config.model, config.data.length)
     work /= len(target.devices)
     moved = collectives(compiled.as_text() or "")
     kind = target.devices[0].device_kind
     bounds = {
         "compute": work / (flops.peak_flops(kind) or np.inf),
-        # The state is read and written once at least, the batch read.
-        "memory": (stats.argument_size_in_bytes + stats.output_size_in_bytes)
-        / (flops.peak_bandwidth(kind) or np.inf),
+        "memory": touched / (flops.peak_bandwidth(kind) or np.inf),
         "network": sum(size for size, _ in moved.values()) / target.chip.network,
     }
     return Plan(sizes, work, moved, bounds, seconds)
 
 
-def _bytes_of(tree) -> float:
-    return float(
-        sum(
-            np.prod(x.sharding.shard_shape(x.shape), dtype=float) * x.dtype.itemsize
-            for x in jax.tree.leaves(tree)
-        )
-    )
+def _bytes_of(tree, *, whole: bool = False) -> float:
+    """Of a device's parts, or of the arrays."""
+
+    def size(x) -> float:
+        shape = x.shape if whole else x.sharding.shard_shape(x.shape)
+        return np.prod(shape, dtype=float) * x.dtype.itemsize
+
+    return float(sum(map(size, jax.tree.leaves(tree))))
 
 
 def _size(shape: str) -> float:

@@ -30,7 +30,7 @@ class Chip(NamedTuple):
     """One device of a target, from the makers' data sheets.
 
     Attributes:
-      dims: how many numbers its topology has.
+      dims: how many numbers its topology has; a GPU's may have its hosts in front.
       memory: bytes.
       network: bytes/s that a device sends to its neighbours, all links together: half of what the
         sheets call bidirectional.
@@ -49,6 +49,8 @@ CHIPS = {
     "h200": Chip(1, 141e9, 450e9),  # NVLink, one host
 }
 
+BETWEEN_HOSTS = 50e9  # of a GPU with an adapter of 400 Gbit/s to itself
+
 
 class Target(NamedTuple):
     chip: Chip
@@ -66,11 +68,16 @@ def find(name: str) -> Target:
     check(kind in CHIPS, f"Target '{name}' names no known chip; the chips are {known}.")
     chip = CHIPS[kind]
     sizes = topology.split("x")
+    hosts = "1"
+    if kind == "h200" and len(sizes) == 2:
+        hosts, *sizes = sizes
     example = "x".join(["2", "4", "4"][: chip.dims])
     check(
-        len(sizes) == chip.dims and all(size.isdigit() and int(size) > 0 for size in sizes),
+        len(sizes) == chip.dims and all(x.isdigit() and int(x) > 0 for x in (hosts, *sizes)),
         f"Target '{name}' needs {chip.dims} size(s) behind the colon, as in {kind}:{example}.",
     )
+    if int(hosts) > 1:
+        chip = chip._replace(network=BETWEEN_HOSTS)
     os.environ |= {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
     jax.devices("cpu")  # finds the compilers
     try:
@@ -78,7 +85,7 @@ def find(name: str) -> Target:
             described = topologies.get_topology_desc(
                 "h200",
                 "cuda",
-                topology=f"1x1x{topology}",
+                topology=f"1x{hosts}x{sizes[0]}",
                 target_config=(Path(__file__).parent / "h200.txtpb").read_text(),
             )
         else:

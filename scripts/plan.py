@@ -1,14 +1,15 @@
 """What a config needs on a target: does it fit, and how fast it can be at best.
 
     python scripts/plan.py --config configs/qwen3_5.py:size=0.8b --target v5p:2x2x1 \\
-        [--mesh data=1,fsdp=4,tensor=1] [--search]
+        [--mesh data=1,fsdp=4,tensor=1] [--search | --decode]
 
-The training step is compiled for the target's devices, which need not be here (extra `aot`).
-`--search` tries every mesh of its devices and the remat policies, and lists those that fit, the
-least bound first. Memory is what the compiler reports. Bounds are lower bounds: of the work that
-`flops.py` counts at the data sheet's peak, of reading and writing the state once, and of what the
-collectives bring to a device over all its links. On GPUs attention is planned in its XLA form, for
-cuDNN cannot be asked without a GPU.
+The training step, or with `--decode` a chunk of prefill and a step of decoding (`batch_size` rows
+behind `data.length` tokens), is compiled for the target's devices, which need not be here (extra
+`aot`). `--search` tries every mesh of its devices and the remat policies, and lists those that fit,
+the least bound first. Memory is what the compiler reports. Bounds are lower bounds: of the work
+that `flops.py` counts at the data sheet's peak, of touching once the memory that a step must, and
+of what the collectives bring to a device over all its links. On GPUs attention is planned in its
+XLA form, for cuDNN cannot be asked without a GPU.
 """
 
 import argparse
@@ -20,7 +21,9 @@ from fastweights import cli, sharding, targets
 from fastweights import config as config_lib
 from fastweights.errors import UserError, check
 from fastweights.model import REMAT_POLICIES
-from fastweights.planning import Plan, plan_step
+from fastweights.planning import Plan, plan_decode, plan_step
+
+PREFILLED = 2048  # tokens of a chunk
 
 
 def parse_mesh(text: str) -> sharding.MeshConfig:
@@ -47,8 +50,7 @@ def meshes(devices: int) -> list[sharding.MeshConfig]:
     ]
 
 
-def describe(plan: Plan, target: targets.Target, config: config_lib.Config) -> str:
-    tokens = config.batch_size * config.data.length
+def describe(plan: Plan, target: targets.Target, tokens: int) -> str:
     bound = max(plan.seconds, key=lambda kind: plan.seconds[kind])
     step = plan.seconds[bound]
     room = "fits in" if plan.fits(target) else "DOES NOT FIT in"
@@ -98,20 +100,28 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="config file, path.py or path.py:arg")
     parser.add_argument("--target", required=True, help="chip and topology, such as v5p:2x2x1")
     parser.add_argument("--mesh", help="such as data=2,fsdp=4; the config's own by default")
+    parser.add_argument("--decode", action="store_true", help="generation instead of training")
     parser.add_argument("--search", action="store_true", help="try every mesh and remat policy")
     args, overrides = cli.parse(parser, None)
+    check(not (args.search and args.decode), "--search is of training; leave it or --decode out.")
     config = config_lib.load(args.config, overrides)
     target = targets.find(args.target)
     if args.mesh:
         config = dataclasses.replace(config, mesh=parse_mesh(args.mesh))
     device = target.devices[0]
     print(f"{len(target.devices)} x {device.device_kind}, {config.batch_size} x "
-          f"{config.data.length} tokens a step", flush=True)  # fmt: skip
+          f"{config.data.length} tokens", flush=True)  # fmt: skip
     if args.search:
         return 0 if search(config, target) else 1
-    plan = plan_step(config, target)
-    print(describe(plan, target, config))
-    return 0 if plan.fits(target) else 1
+    if args.decode:
+        plans = plan_decode(config, target, PREFILLED)
+    else:
+        plans = {"training step": plan_step(config, target)}
+    lengths = {"prefill": min(PREFILLED, config.data.length), "decode": 1}
+    for name, plan in plans.items():
+        tokens = config.batch_size * lengths.get(name, config.data.length)
+        print(f"{name}, {tokens:,} tokens\n{describe(plan, target, tokens)}", flush=True)
+    return 0 if all(plan.fits(target) for plan in plans.values()) else 1
 
 
 if __name__ == "__main__":

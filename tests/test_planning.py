@@ -38,6 +38,7 @@ def test_collectives_of_a_loop_count_as_often_as_it_turns():
         ("v9:2x2", "names no known chip; the chips are v5e"),
         ("v5p:2x2", "needs 3 size(s) behind the colon, as in v5p:2x4x4"),
         ("h200:some", "needs 1 size(s) behind the colon, as in h200:2"),
+        ("h200:0x8", "needs 1 size(s) behind the colon, as in h200:2"),
     ],
 )
 def test_a_target_that_is_none(name, sentence):

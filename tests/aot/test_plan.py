@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from fastweights import config as config_lib
-from fastweights import planning, sharding, targets
+from fastweights import flops, planning, sharding, targets
 
 
 @pytest.fixture(scope="module")
@@ -33,3 +33,17 @@ def test_the_donated_state_is_counted_once(plans):
         state = plan.bytes["parameters"] + plan.bytes["optimiser"]
         assert plan.bytes["new outputs"] < 0.1 * state
         assert 0 <= plan.bytes["batch"] < state
+
+
+def test_generation_is_planned_with_its_caches():
+    target = targets.find("h200:2")
+    config = config_lib.load(tiny.__file__, ["model.dtype=bfloat16"])
+    config = dataclasses.replace(config, mesh=sharding.MeshConfig(2, 1, 1))
+    found = planning.plan_decode(config, target, 16)
+    cache = flops.cache_bytes(config.model, config.batch_size, config.data.length)["total"]
+    assert list(found) == ["prefill", "decode"]
+    for plan in found.values():
+        # Its half, and a little to number the slots by.
+        assert 0.5 * cache <= plan.bytes["caches"] <= 0.6 * cache
+        assert plan.bytes["new outputs"] < plan.bytes["caches"]
+    assert found["prefill"].work == 16 * found["decode"].work
