@@ -105,6 +105,11 @@ def softmax_attention(
     slots, value_dim = k_BSJK.shape[1], v_BSJV.shape[-1]
     if 0 in (batch, length, slots):
         return jnp.zeros((batch, length, heads, value_dim), v_BSJV.dtype)
+    to_itself = all(x is None for x in (kv_segment_ids, q_positions, kv_positions))
+    if to_itself and slots == length and sharding.cuts_tokens(length):
+        options = dict(scale=scale, window=window, logit_cap=logit_cap)
+        arrays = (q_BTHK, k_BSJK, v_BSJV, segment_ids)
+        return _on_slices(arrays, implementation=implementation, **options)
     dtype = jnp.result_type(q_BTHK, k_BSJK, v_BSJV)
     backend: Any = implementation
     if implementation == "auto":
@@ -128,6 +133,21 @@ def softmax_attention(
     else:
         o_BTHV = attend(q, k, v, places)
     return o_BTHV.astype(v_BSJV.dtype)
+
+
+def _on_slices(arrays, **options) -> jax.Array:
+    """Attention of rows to themselves on a mesh whose devices hold slices of them."""
+    from fastweights.ops import sequence_parallel  # it runs this op on them
+
+    def run(q_BTHK, k_BTJK, v_BTJV, segment_ids):
+        o_BTHV = sequence_parallel.attend(
+            q_BTHK, k_BTJK, v_BTJV, axis=sharding.SEQUENCE, segment_ids=segment_ids, **options
+        )
+        return (o_BTHV,)
+
+    heads = ("batch", "tokens", "heads", None)
+    axes = (*[heads] * 3, heads[:2])
+    return sharding.on_each_device(run, arrays, axes, (heads,))[0]
 
 
 def _queries_at_once(batch: int, length: int, heads: int, slots: int) -> int:
