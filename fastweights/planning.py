@@ -17,7 +17,7 @@ from fastweights import flops, sharding
 from fastweights.config import Config
 from fastweights.generation.weights import place_rows, unrolled
 from fastweights.model import abstract_model, bind
-from fastweights.targets import Target
+from fastweights.targets import BETWEEN_HOSTS, Target
 from fastweights.training import optim
 from fastweights.training.state import make_blueprint
 from fastweights.training.step import compile_step
@@ -147,12 +147,18 @@ def _read(compiled, held, work: float, touched: float, seconds: float, target: T
     sizes["new outputs"] = stats.output_size_in_bytes - stats.alias_size_in_bytes
 
     work /= len(target.devices)
-    moved = collectives(compiled.as_text() or "")
+    text = compiled.as_text() or ""
+    moved, leaving = collectives(text), {}
+    if target.hosts > 1:
+        leaving = collectives(text, len(target.devices) // target.hosts)
     kind = target.devices[0].device_kind
     bounds = {
         "compute": work / (flops.peak_flops(kind) or np.inf),
         "memory": touched / (flops.peak_bandwidth(kind) or np.inf),
-        "network": sum(size for size, _ in moved.values()) / target.chip.network,
+        "network": max(
+            sum(size for size, _ in moved.values()) / target.chip.network,
+            sum(size for size, _ in leaving.values()) / BETWEEN_HOSTS,
+        ),
     }
     return Plan(sizes, work, moved, bounds, seconds)
 
@@ -176,8 +182,24 @@ def _size(shape: str) -> float:
     return max(sizes)
 
 
-def collectives(text: str) -> dict[str, tuple[float, int]]:
-    """Bytes and number of each kind of collective in a compiled module's text."""
+def _groups(line: str) -> list[np.ndarray]:
+    """The devices of each group of a collective; none where it does not say."""
+    iota = re.search(r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if iota:
+        dims = [int(x) for x in iota[2].split(",")]
+        axes = [int(x) for x in iota[3].split(",")] if iota[3] else range(len(dims))
+        ids = np.arange(np.prod(dims)).reshape(dims).transpose(axes)
+        return list(ids.reshape(int(iota[1]), -1))
+    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line)
+    groups = re.findall(r"\{([\d,]+)\}", listed[1]) if listed else []
+    return [np.array([int(x) for x in group.split(",")]) for group in groups]
+
+
+def collectives(text: str, host: int = 0) -> dict[str, tuple[float, int]]:
+    """Bytes and number of each kind of collective in a compiled module's text.
+
+    With `host` devices a host, only of those that leave one.
+    """
     bodies: dict[str, list[str]] = collections.defaultdict(list)
     name = entry = ""
     for line in text.splitlines():
@@ -195,7 +217,9 @@ def collectives(text: str) -> dict[str, tuple[float, int]]:
             if not op:
                 continue
             kind = op[2].removesuffix("-start")
-            if kind in found:
+            groups = _groups(line) if host and kind in found else []
+            stays = bool(groups) and all(len(set(group // host)) == 1 for group in groups)
+            if kind in found and not stays:
                 found[kind][0] += times * _size(op[1])
                 found[kind][1] += times
             turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line) if kind == "while" else None

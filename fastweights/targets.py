@@ -49,12 +49,15 @@ CHIPS = {
     "h200": Chip(1, 141e9, 450e9),  # NVLink, one host
 }
 
-BETWEEN_HOSTS = 50e9  # of a GPU with an adapter of 400 Gbit/s to itself
+BETWEEN_HOSTS = 50e9  # bytes/s of a GPU with an adapter of 400 Gbit/s to itself
 
 
 class Target(NamedTuple):
+    """`hosts` is told where leaving one is slower than the chips' own network, else 1."""
+
     chip: Chip
     devices: list[Any]
+    hosts: int
 
 
 def find(name: str) -> Target:
@@ -76,8 +79,6 @@ def find(name: str) -> Target:
         len(sizes) == chip.dims and all(x.isdigit() and int(x) > 0 for x in (hosts, *sizes)),
         f"Target '{name}' needs {chip.dims} size(s) behind the colon, as in {kind}:{example}.",
     )
-    if int(hosts) > 1:
-        chip = chip._replace(network=BETWEEN_HOSTS)
     os.environ |= {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}
     jax.devices("cpu")  # finds the compilers
     try:
@@ -98,4 +99,4 @@ def find(name: str) -> Target:
             ) from error
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"The compiler knows no target '{name}': {reason}") from error
-    return Target(chip, list(described.devices))
+    return Target(chip, list(described.devices), int(hosts))

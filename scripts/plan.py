@@ -8,7 +8,8 @@ behind `data.length` tokens), is compiled for the target's devices, which need n
 `aot`). `--search` tries every mesh of its devices and the remat policies, and lists those that fit,
 the least bound first. Memory is what the compiler reports. Bounds are lower bounds: of the work
 that `flops.py` counts at the data sheet's peak, of touching once the memory that a step must, and
-of what the collectives bring to a device over all its links. On GPUs attention is planned in its
+of what the collectives bring to a device over all its links (`h200:8x8` is eight hosts of eight:
+what leaves one goes at an adapter's 50 GB/s a GPU). On GPUs attention is planned in its
 XLA form, for cuDNN cannot be asked without a GPU.
 """
 

@@ -33,6 +33,25 @@ def test_collectives_of_a_loop_count_as_often_as_it_turns():
 
 
 @pytest.mark.parametrize(
+    ("groups", "leaves"),
+    [
+        ("replica_groups=[2,4]<=[8]", False),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", True),
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", False),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", True),
+        ("source_target_pairs={{0,1},{5,4}}", False),
+        ("source_target_pairs={{3,4},{4,3}}", True),
+        ("replica_groups={}", True),
+    ],
+)
+def test_a_collective_leaves_its_host_or_not(groups, leaves):
+    """Eight devices on two hosts."""
+    line = f"  %y = bf16[4]{{0}} all-reduce(%x), channel_id=1, {groups}, to_apply=%add"
+    found = planning.collectives(f"ENTRY %main (x: bf16[4]) -> bf16[4] {{\n{line}\n}}\n", 4)
+    assert found == ({"all-reduce": (8, 1)} if leaves else {})
+
+
+@pytest.mark.parametrize(
     ("name", "sentence"),
     [
         ("v9:2x2", "names no known chip; the chips are v5e"),
