@@ -23,7 +23,7 @@ from fastweights.data import check_vocab, iterate, train_dataset, vocab_size
 from fastweights.errors import UserError
 from fastweights.training import banner, metrics, optim, run_folder
 from fastweights.training.checkpoint import Checkpoints
-from fastweights.training.processes import initialize, stop_on_sigterm
+from fastweights.training.processes import initialize, stop_on_sigterm, watch
 from fastweights.training.state import init_state, make_blueprint, start_from
 from fastweights.training.step import compile_step, place_batch
 
@@ -38,6 +38,9 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, config_lib.C
     parser.add_argument("--num_processes", type=int, help="(default: ask the cluster)")
     parser.add_argument("--process_id", type=int, help="(default: ask the cluster)")
     parser.add_argument("--init_timeout", type=int, default=300, help="seconds to find the others")
+    parser.add_argument(
+        "--silence", type=int, default=100, help="seconds after which a silent process is dead"
+    )
     args, overrides = cli.parse(parser, argv)
     if args.config is None:
         return args, config_lib.override(run_folder.load_config(args.workdir), overrides)
@@ -48,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
     # ---- Config, processes, mesh ----------------------------------------------------------------
     args, config = parse_args(argv)
     if args.multihost:
-        initialize(args.coordinator, args.num_processes, args.process_id, args.init_timeout)
+        others = (args.coordinator, args.num_processes, args.process_id)
+        initialize(*others, args.init_timeout, args.silence)
     should_stop = stop_on_sigterm()
     lead = jax.process_index() == 0
     changed = run_folder.check_config(args.workdir, config)
@@ -82,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         if lead:
             stack.enter_context(run_folder.claim(args.workdir))
         checkpoints = stack.enter_context(Checkpoints(args.workdir, config.checkpoint))
+        stack.enter_context(watch(args.workdir, args.silence))
 
         # ---- Restore: the run's own last whole checkpoint, else a fresh state -------------------
         saved = checkpoints.steps()

@@ -1,17 +1,31 @@
-"""The processes of one run: joining them, and ending them together."""
+"""The processes of one run: joining them, watching them, and ending them together."""
 
+import contextlib
+import os
+import pathlib
 import signal
+import socket
+import sys
 import threading
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Iterator
 
 import jax
 from jax.experimental import multihost_utils
 
 from fastweights.errors import UserError, check
+from fastweights.files import write_atomic
+
+ENDED = "ended: "
 
 
 def initialize(
-    coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: int
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    timeout: int,
+    silence: int = 100,
 ) -> None:
     """Connects to the other processes; must come before anything that touches a device.
 
@@ -20,9 +34,11 @@ def initialize(
       num_processes: None asks the cluster.
       process_id: None asks the cluster.
       timeout: seconds to wait for the others.
+      silence: seconds after which a silent process counts as dead; see `watch`.
 
     Raises:
-      UserError: no cluster found, or the others did not come in time.
+      UserError: no cluster found, the others did not come in time, or no device is left for this
+        process.
     """
     host, _, port = (coordinator or "cluster:0").rpartition(":")
     check(
@@ -35,9 +51,17 @@ def initialize(
         f"within {timeout} s",
         flush=True,
     )
+    started = time.monotonic()
+    if coordinator is not None and process_id != 0:
+        _knock(host.strip("[]"), int(port), started + timeout)
     try:
         jax.distributed.initialize(
-            coordinator, num_processes, process_id, initialization_timeout=timeout
+            coordinator,
+            num_processes,
+            process_id,
+            initialization_timeout=max(1, round(started + timeout - time.monotonic())),
+            # `watch` comes first, for it says which process it is.
+            heartbeat_timeout_seconds=2 * silence,
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
@@ -46,11 +70,142 @@ def initialize(
             f"{coordinator} within {timeout} s ({reason}); check that all processes run, "
             "or give --coordinator, --num_processes and --process_id."
         ) from error
+    try:
+        here = jax.local_device_count()
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"--multihost: process {process_id} of {num_processes} has no device of its own "
+            f"({reason}); start no more processes than there are devices."
+        ) from error
     print(
         f"process {jax.process_index()} of {jax.process_count()}: "
-        f"{jax.local_device_count()} of {jax.device_count()} devices are here",
+        f"{here} of {jax.device_count()} devices are here",
         flush=True,
     )
+
+
+def _knock(host: str, port: int, deadline: float) -> None:
+    """Returns when something listens at the coordinator's address.
+
+    Raises:
+      UserError: nothing does until the deadline.
+    """
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((host, port), timeout=max(left, 0.1)).close()
+            return
+        except OSError as error:
+            if left <= 0.5:
+                raise UserError(
+                    f"--multihost: no coordinator answers at {host}:{port} "
+                    f"({error.strerror or error}); check that process 0 runs there and that its "
+                    "port can be reached, or raise --init_timeout."
+                ) from error
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def watch(workdir: pathlib.Path, silence: float) -> Iterator[None]:
+    """Inside the block, the end of another process ends this one, with a sentence that names it.
+
+    Without it a collective would wait for the dead for ever, or fail without saying for whom. Each
+    process writes a sign of life into a file of its own in `workdir`/alive and reads the others';
+    no clock is compared. When process 0 dies, which runs JAX's coordination service, JAX itself
+    ends the others at once and calls it the leader.
+
+    Args:
+      workdir: the run's folder, which all processes see.
+      silence: seconds without a sign of life after which a process counts as dead.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    me, count = jax.process_index(), jax.process_count()
+    paths = [workdir / "alive" / f"process-{i}" for i in range(count)]
+    paths[me].parent.mkdir(parents=True, exist_ok=True)
+    others = {i: _Other(paths[i]) for i in range(count) if i != me}
+    over, pause = threading.Event(), min(1.0, silence / 10)
+
+    def write(text: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk is for the checkpoints to tell
+            write_atomic(paths[me], text)
+
+    def live() -> None:
+        while not over.wait(pause):
+            write(str(time.time_ns()))
+            for i, other in others.items():
+                cause = other.cause_of_death(silence)
+                # One that says why it ends has company: the same mistake ends this process too.
+                if cause and not over.wait(2 * pause if cause.startswith(ENDED) else 0):
+                    _leave(
+                        f"error: process {i} of {count} {cause}, which ends process {me}; start "
+                        "all again to go on from the last checkpoint.",
+                        code=1,
+                        linger=4 * pause,
+                    )
+
+    write(str(time.time_ns()))
+    thread = threading.Thread(target=live, daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException as error:
+        mistake = isinstance(error, UserError)
+        # Of a collective without its other end; orbax wraps it in an error of its own.
+        below = error.__cause__ if mistake else error
+        lost = isinstance(below, jax.errors.JaxRuntimeError) or (mistake and below is not None)
+        if lost and not isinstance(below, OSError) and "RESOURCE_EXHAUSTED" not in str(below):
+            # The thread will say whose.
+            thread.join(silence + 5 * pause)
+        over.set()
+        write(f"{ENDED}{error if mistake else repr(error)}".split("\n")[0])
+        if not isinstance(error, Exception):
+            raise
+        said = f"error: {error}" if mistake else traceback.format_exc()
+        _leave(said, code=2 if mistake else 1, linger=4 * pause)
+    over.set()
+    paths[me].unlink(missing_ok=True)
+
+
+class _Other:
+    """What is known of another process from its file, which is gone once all has gone well."""
+
+    def __init__(self, path: pathlib.Path):
+        self._path, self._heard, self._began = path, time.monotonic(), False
+        self._text = self._read()  # of an earlier start, perhaps
+
+    def _read(self) -> str:
+        try:
+            return self._path.read_text()
+        except OSError:
+            return ""
+
+    def cause_of_death(self, silence: float) -> str:
+        """Why it counts as dead; empty while it lives, or has finished."""
+        text = self._read()
+        if text != self._text:
+            self._text, self._heard, self._began = text, time.monotonic(), True
+        if self._began and not text:
+            return ""
+        if self._began and text.startswith(ENDED):
+            return text
+        quiet = time.monotonic() - self._heard
+        return f"has given no sign of life for {quiet:.0f} s" if quiet > silence else ""
+
+
+def _leave(message: str, code: int, linger: float) -> None:
+    """Ends the process at once: to leave as usual would be to wait for the others.
+
+    Only process 0 stays for `linger` seconds: when it goes, JAX ends the others before they can
+    say why.
+    """
+    sys.stdout.flush()
+    print(message, file=sys.stderr, flush=True)
+    if jax.process_index() == 0:
+        time.sleep(linger)
+    os._exit(code)
 
 
 def stop_on_sigterm() -> Callable[[int], bool]:

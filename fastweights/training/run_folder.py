@@ -5,6 +5,7 @@ run.json        id, versions, git commit, and each start of the run
 metrics.jsonl   one JSON object a line: training and eval metrics by step
 checkpoints/    orbax, one folder a step
 evals/          one JSON file an eval and step
+alive/          signs of life of the processes of a run, where there are several
 tokenizer.json  of an imported model; a run on text has its data's
 DONE            written last, when all steps are trained and the final evals are on disk
 FAILED          why the run ended before that; removed when it goes on
