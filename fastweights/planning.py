@@ -7,6 +7,7 @@ exist.
 import collections
 import re
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -173,13 +174,13 @@ def _bytes_of(tree, *, whole: bool = False) -> float:
     return float(sum(map(size, jax.tree.leaves(tree))))
 
 
-def _size(shape: str) -> float:
-    """Bytes of the largest array in an HLO shape: started collectives name operand and result."""
-    sizes = [0.0]
-    for kind, dims in _SHAPE.findall(shape):
+def sizes(shapes: str) -> list[float]:
+    """Bytes of each array named in a piece of HLO text."""
+    found = []
+    for kind, dims in _SHAPE.findall(shapes):
         width = _BYTES.get(kind) or float(re.sub(r"\D", "", kind) or 8) / 8
-        sizes.append(width * np.prod([int(x) for x in dims.split(",") if x], dtype=float))
-    return max(sizes)
+        found.append(width * np.prod([int(x) for x in dims.split(",") if x], dtype=float))
+    return found
 
 
 def _groups(line: str) -> list[np.ndarray]:
@@ -195,11 +196,17 @@ def _groups(line: str) -> list[np.ndarray]:
     return [np.array([int(x) for x in group.split(",")]) for group in groups]
 
 
-def collectives(text: str, host: int = 0) -> dict[str, tuple[float, int]]:
-    """Bytes and number of each kind of collective in a compiled module's text.
+class Instruction(NamedTuple):
+    """One of a compiled module; `times` counts the turns of the loops around it."""
 
-    With `host` devices a host, only of those that leave one.
-    """
+    shape: str
+    kind: str
+    line: str
+    times: int
+
+
+def instructions(text: str) -> Iterator[Instruction]:
+    """What a compiled module's text runs, from its entry on."""
     bodies: dict[str, list[str]] = collections.defaultdict(list)
     name = entry = ""
     for line in text.splitlines():
@@ -209,27 +216,47 @@ def collectives(text: str, host: int = 0) -> dict[str, tuple[float, int]]:
             entry = name if line.startswith("ENTRY") else entry
         else:
             bodies[name].append(line)
-    found: dict[str, list[float]] = {kind: [0.0, 0] for kind in COLLECTIVES}
 
-    def walk(name: str, times: int) -> None:
+    def turns(line: str) -> int:
+        known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+        if known:
+            return int(known[1])
+        # TPU modules do not say; a loop there counts from 0 to a constant of its condition.
+        condition = re.search(r"condition=%?([\w.\-]+)", line)
+        lines = bodies[condition[1]] if condition else []
+        limits = [int(n) for n in re.findall(r"s32\S* constant\((\d+)\)", "\n".join(lines))]
+        return max(limits, default=1)
+
+    def walk(name: str, times: int) -> Iterator[Instruction]:
         for line in bodies[name]:
             op = re.search(r"= (.*?) ([a-z][\w\-]*)\(", line)
             if not op:
                 continue
-            kind = op[2].removesuffix("-start")
-            groups = _groups(line) if host and kind in found else []
-            stays = bool(groups) and all(len(set(group // host)) == 1 for group in groups)
-            if kind in found and not stays:
-                found[kind][0] += times * _size(op[1])
-                found[kind][1] += times
-            turns = re.search(r'known_trip_count":\{"n":"(\d+)"', line) if kind == "while" else None
+            yield Instruction(op[1], op[2], line, times)
+            inside = times * turns(line) if op[2] == "while" else times
             called = re.findall(
                 r"(?:body|to_apply|calls|branch_computations|async_computation)=\{?%?([\w.\-]+)",
                 line,
             )
             for other in called:
                 if other in bodies:
-                    walk(other, times * (int(turns[1]) if turns else 1))
+                    yield from walk(other, inside)
 
-    walk(entry, 1)
+    yield from walk(entry, 1)
+
+
+def collectives(text: str, host: int = 0) -> dict[str, tuple[float, int]]:
+    """Bytes and number of each kind of collective in a compiled module's text.
+
+    With `host` devices a host, only of those that leave one.
+    """
+    found: dict[str, list[float]] = {kind: [0.0, 0] for kind in COLLECTIVES}
+    for shape, op, line, times in instructions(text):
+        kind = op.removesuffix("-start")
+        groups = _groups(line) if host and kind in found else []
+        stays = bool(groups) and all(len(set(group // host)) == 1 for group in groups)
+        if kind in found and not stays:
+            # Started ones name operand and result.
+            found[kind][0] += times * max(sizes(shape), default=0.0)
+            found[kind][1] += times
     return {kind: (size, int(count)) for kind, (size, count) in found.items() if count}

@@ -31,6 +31,15 @@ def test_collectives_of_a_loop_count_as_often_as_it_turns():
         "all-reduce": (3 * 8 * 4, 3),
     }
 
+    on_tpu = MODULE.replace('backend_config={"known_trip_count":{"n":"3"}}', "condition=%go_on")
+    on_tpu += """
+%go_on (x: (s32[], bf16[4,8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(3)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+"""
+    assert planning.collectives(on_tpu) == found
+
 
 @pytest.mark.parametrize(
     ("groups", "leaves"),

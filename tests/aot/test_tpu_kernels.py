@@ -80,14 +80,14 @@ EVERYWHERE = [
 ]
 VARIANTS = [(target, *variant) for target in TARGETS for variant in EVERYWHERE]
 VARIANTS += [
-    ("tpu7x", rules, dict(packed=True)),
+    ("tpu7x", rules, dict(H=16, G=16, packed=True)),
     ("v6e", rules, dict(gated=False)),
     ("v5p", rules, dict(delta=False)),
     ("v6e", rules, dict(gated=False, delta=False)),
     ("v5e", rules, dict(H=2, G=8)),
     ("v6e", rules, dict(H=1, G=9, K=64, V=64, packed=True)),
-    ("v5p", rules, dict(dtype=F32)),
-    ("tpu7x", rules, dict(chunk_size=128)),
+    ("v5p", rules, dict(H=16, G=16, dtype=F32)),
+    ("tpu7x", rules, dict(H=16, G=16, chunk_size=128)),
     ("tpu7x", rules, dict(K=256, V=256)),
     ("tpu7x", rules, dict(K=256, V=256, dtype=F32)),
     ("v5e", token, dict(H=2, K=64, V=64, dtype=F32)),

@@ -11,6 +11,7 @@ Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value 
 chunk, J head blocks, F features.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from fastweights.ops.chunked import LOG_DECAY_GRAIN, MIN_LOG_DECAY
 from fastweights.ops.mosaic_tpu.support import LANES, VMEM_LIMIT
 
 F32, BF16 = jnp.float32, jnp.bfloat16
-MOST_HEADS = 8  # of a grid step, at head dims of 128
+MOST_HEADS = 16  # of a grid step, at head dims of 128 in bfloat16
 # Contracted axes of a product: a b, a b^T, a^T b.
 NN, NT, TN = ((1,), (0,)), ((1,), (1,)), ((0,), (0,))
 
@@ -79,16 +80,21 @@ class Form(NamedTuple):
         return head * self.keys // self.heads
 
 
-def count_heads(heads: int, value_heads: int, key_dim: int, value_dim: int) -> int:
-    """Value heads of a grid step: as many as can be, whole groups of a query/key head or parts."""
+def count_heads(heads: int, value_heads: int, room: int) -> int:
+    """Value heads of a grid step: up to `room`, whole groups of a query/key head or parts."""
     group = value_heads // heads
-    most = MOST_HEADS * LANES**2 // (key_dim * value_dim)
     fitting = [
         n
-        for n in range(1, min(most, value_heads) + 1)
+        for n in range(1, min(room, value_heads) + 1)
         if value_heads % n == 0 and (n % group == 0 or group % n == 0)
     ]
     return fitting[-1]
+
+
+def room_for_heads(key_dim: int, value_dim: int, chunk: int, wide: bool) -> int:
+    """How many heads VMEM has room for in the gradient's kernel; at least 1."""
+    small = MOST_HEADS * LANES**2 // (key_dim * value_dim)
+    return max(1, small * 64 // chunk // (2 if wide else 1))
 
 
 class Gates(NamedTuple):
@@ -240,12 +246,18 @@ def dot_split(a: jax.Array, b: jax.Array, axes=NN, *, wide: bool) -> jax.Array:
     if wide:
         return dot(a, b, axes, wide=True)
     (high_a, low_a), (high_b, low_b) = _parts(a), _parts(b)
-    total = dot(high_a, high_b, axes, wide=False)
-    if low_b is not None:
-        total = total + dot(high_a, low_b, axes, wide=False)
-    if low_a is not None:
-        total = total + dot(low_a, high_b, axes, wide=False)
-    return total
+    pairs = [(high_a, high_b)]
+    pairs += [] if low_b is None else [(high_a, low_b)]
+    pairs += [] if low_a is None else [(low_a, high_b)]
+    # Side by side along the contracted axis, the matrix unit sums them. Where that axis is one of
+    # lanes only whole ones can be laid so for nothing.
+    along_lanes = [x.shape[1] for x, (axis,) in zip((a, b), axes, strict=True) if axis == 1]
+    if all(size % LANES == 0 for size in along_lanes):
+        lefts, rights = zip(*pairs, strict=True)
+        left = jnp.concatenate(lefts, axis=axes[0][0])
+        return dot(left, jnp.concatenate(rights, axis=axes[1][0]), axes, wide=False)
+    products = [dot(*pair, axes, wide=False) for pair in pairs]
+    return functools.reduce(jnp.add, products)
 
 
 def stack(*parts: jax.Array) -> jax.Array:

@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from fastweights.ops import one_token
-from fastweights.ops.mosaic_tpu.blocks import F32, count_heads
-from fastweights.ops.mosaic_tpu.support import LANES, VMEM_LIMIT
+from fastweights.ops.mosaic_tpu.blocks import F32, MOST_HEADS, count_heads
+from fastweights.ops.mosaic_tpu.support import VMEM_LIMIT
 
 STATE_BYTES = 2**21  # of a grid step; in and out, each twice, they are a sixth of the memory
 
@@ -42,7 +42,7 @@ def update_state(
     """
     batch, _, key_heads, K = q_B1HK.shape
     value_heads, V = v_B1GV.shape[2:]
-    heads = count_heads(key_heads, value_heads, max(K, LANES), max(V, LANES))
+    heads = count_heads(key_heads, value_heads, MOST_HEADS)
     keys = max(1, heads * key_heads // value_heads)
     most = max(1, STATE_BYTES // (4 * heads * K * V))
     rows = max(n for n in range(1, min(most, batch) + 1) if batch % n == 0)
@@ -53,22 +53,23 @@ def update_state(
         q_ref, k_ref, v_ref, g_ref, beta_ref, state_ref = operands
 
         def row(b, _):
+            def column(ref, i):
+                """A key head's vector down the state's rows, in every lane."""
+                x = ref[b, 0, i : i + 1, :].astype(F32)
+                return jnp.broadcast_to(x, (V, K)).T
+
+            q = k = None
             for h in range(heads):
-                i = h * keys // heads
-
-                def column(ref, i=i):
-                    """A key head's vector down the state's rows, in every lane."""
-                    x = ref[b, 0, i : i + 1, :].astype(F32)
-                    return jnp.broadcast_to(x, (V, K)).T
-
-                S, v, k = state_ref[b, h], v_ref[b, 0, h : h + 1, :].astype(F32), column(k_ref)
+                if h * keys % heads < keys:  # the first that reads this key head
+                    q, k = (column(ref, h * keys // heads) for ref in (q_ref, k_ref))
+                S, v = state_ref[b, h], v_ref[b, 0, h : h + 1, :].astype(F32)
                 if g_ref is not None:
                     S = jnp.exp(g_ref[b, 0, :, h : h + 1]) * S
                 if beta_ref is not None:
                     read = jnp.sum(k * S, axis=0, keepdims=True)
                     v = beta_ref[b, 0, :, h : h + 1] * (v - read)
                 S = S + k * v
-                o = scale * jnp.sum(column(q_ref) * S, axis=0, keepdims=True)
+                o = scale * jnp.sum(q * S, axis=0, keepdims=True)
                 o_ref[b, 0, h : h + 1, :] = o.astype(o_ref.dtype)
                 new_ref[b, h] = S
             return 0

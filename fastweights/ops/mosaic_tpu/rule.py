@@ -101,7 +101,9 @@ def core(
     batch, length, heads, key_dim = q_BTHK.shape
     value_heads, value_dim = v_BTGV.shape[2:]
     wide_key, wide_value = key_dim + -key_dim % LANES, value_dim + -value_dim % LANES
-    together = blocks.count_heads(heads, value_heads, wide_key, wide_value)
+    wide = any(x.dtype == F32 for x in (q_BTHK, k_BTHK, v_BTGV))
+    room = blocks.room_for_heads(wide_key, wide_value, chunk_size, wide)
+    together = blocks.count_heads(heads, value_heads, room)
     form = Form(
         chunk=chunk_size,
         chunks=min(chunks, -(-length // chunk_size)),
@@ -113,7 +115,7 @@ def core(
         gated=g_BTG is not None,
         delta=beta_BTG is not None,
         packed=document_BT is not None,
-        wide=any(x.dtype == F32 for x in (q_BTHK, k_BTHK, v_BTGV)),
+        wide=wide,
     )
 
     def pad(x, mode="constant"):
@@ -123,7 +125,7 @@ def core(
         x = jnp.pad(x, widths, mode=mode) if any(high for _, high in widths) else x
         return x.reshape(*x.shape[:2], -1) if x.ndim == 4 else x
 
-    dtype = F32 if form.wide else BF16
+    dtype = F32 if wide else BF16
     q, k, v = (pad(x.astype(dtype)) for x in (q_BTHK, k_BTHK, v_BTGV))
     g, beta = (None if x is None else pad(x.astype(F32)) for x in (g_BTG, beta_BTG))
     document = None if document_BT is None else pad(document_BT, "edge")
