@@ -23,20 +23,30 @@ def _iota(shape: tuple[int, int], axis: int) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
-def _blocks_in_lanes(L_CC: jax.Array) -> jax.Array:
-    """The diagonal blocks side by side, [Z, C]: each is in its lanes already."""
-    size = L_CC.shape[0]
-    block = _iota((BLOCK, size), 1) // BLOCK
-    out = L_CC[:BLOCK]
+def _blocks_in_lanes(L_CM: jax.Array) -> jax.Array:
+    """The diagonal blocks side by side, [Z, M]: each is in its lanes already."""
+    size = L_CM.shape[0]
+    block = _iota((BLOCK, LANES), 1) % size // BLOCK
+    out = L_CM[:BLOCK]
     for i in range(1, size // BLOCK):
-        out = jnp.where(block == i, L_CC[i * BLOCK : (i + 1) * BLOCK], out)
+        out = jnp.where(block == i, L_CM[i * BLOCK : (i + 1) * BLOCK], out)
     return out
 
 
-def _blocks_on_diagonal(X_ZC: jax.Array) -> jax.Array:
-    size = X_ZC.shape[1]
-    here = _iota((size, size), 0) // BLOCK == _iota((size, size), 1) // BLOCK
-    return jnp.where(here, jnp.concatenate([X_ZC] * (size // BLOCK), axis=0), 0.0)
+def _blocks_on_diagonal(X_ZM: jax.Array, size: int) -> jax.Array:
+    """Undoes `_blocks_in_lanes`, with zeros elsewhere."""
+    shape = (size, LANES)
+    here = _iota(shape, 0) // BLOCK == _iota(shape, 1) % size // BLOCK
+    return jnp.where(here, jnp.concatenate([X_ZM] * (size // BLOCK), axis=0), 0.0)
+
+
+def _heads_on_diagonal(X_CM: jax.Array) -> jax.Array:
+    """[M, M] with a pack's heads as blocks: a product with it is each head's own."""
+    size = X_CM.shape[0]
+    if size == LANES:
+        return X_CM
+    here = _iota((LANES, LANES), 0) // size == _iota((LANES, LANES), 1) // size
+    return jnp.where(here, jnp.concatenate([X_CM] * (LANES // size), axis=0), 0.0)
 
 
 def _substitute(packs: list[jax.Array]) -> list[jax.Array]:
@@ -66,38 +76,39 @@ def _substitute(packs: list[jax.Array]) -> list[jax.Array]:
     return each(lambda a, b: jnp.concatenate([a, b], axis=0), upper, lower)
 
 
-def _odd_rows(X_CC: jax.Array, block: int) -> jax.Array:
-    starts = range(block, X_CC.shape[0], 2 * block)
-    return jnp.concatenate([X_CC[i : i + block] for i in starts], axis=0)
+def _odd_rows(X_CM: jax.Array, block: int) -> jax.Array:
+    starts = range(block, X_CM.shape[0], 2 * block)
+    return jnp.concatenate([X_CM[i : i + block] for i in starts], axis=0)
 
 
-def _with_odd_rows(X_CC: jax.Array, odd: jax.Array, block: int) -> jax.Array:
+def _with_odd_rows(X_CM: jax.Array, odd: jax.Array, block: int) -> jax.Array:
     parts = []
     for i in range(0, odd.shape[0], block):
-        parts += [X_CC[2 * i : 2 * i + block], odd[i : i + block]]
+        parts += [X_CM[2 * i : 2 * i + block], odd[i : i + block]]
     return jnp.concatenate(parts, axis=0)
 
 
 def unit_lower_inverses(Ls: list[jax.Array], *, wide: bool) -> list[jax.Array]:
-    """(I + L)^-1 of each strictly lower triangular L [C, C], float32, C = 64 or 128."""
+    """(I + L)^-1 of each strictly lower triangular L [C, C], float32, C = 64 or 128.
+
+    Two heads of 64 lie side by side in lanes throughout.
+    """
     size = Ls[0].shape[0]
     together = LANES // size
-    blocks = each(_blocks_in_lanes, Ls)
-    blocks += [jnp.zeros_like(blocks[0])] * (-len(Ls) % together)
-    packs = [
-        jnp.concatenate(blocks[i : i + together], axis=1) for i in range(0, len(blocks), together)
-    ]
-    packs = _substitute(packs)
-    Xs = [packs[i // together][:, i % together * size :][:, :size] for i in range(len(Ls))]
-    Xs = each(_blocks_on_diagonal, Xs)
+    padded = Ls + [jnp.zeros_like(Ls[0])] * (-len(Ls) % together)
+    starts = range(0, len(padded), together)
+    packs = [jnp.concatenate(padded[i : i + together], axis=1) for i in starts]
+    Xs = _substitute(each(_blocks_in_lanes, packs))
+    Xs = [_blocks_on_diagonal(X, size) for X in Xs]
     dot = functools.partial(dot_split, wide=wide)
-    row, lane = _iota((size, size), 0), _iota((size, size), 1)
+    row, lane = _iota((size, LANES), 0), _iota((size, LANES), 1) % size
     block = BLOCK
     while block < size:
         corner = (row // block % 2 == 1) & (lane // block == row // block - 1)
+        below = [_heads_on_diagonal(jnp.where(corner, L, 0.0)) for L in packs]
         odd = [_odd_rows(X, block) for X in Xs]
-        right = each(lambda X, L, c=corner: dot(X, jnp.where(c, L, 0.0)), odd, Ls)
-        corners = each(dot, right, Xs)
-        Xs = [_with_odd_rows(X, o - c, block) for X, o, c in zip(Xs, odd, corners, strict=True)]
+        corners = each(dot, each(dot, odd, below), each(_heads_on_diagonal, Xs))
+        odd = each(jnp.subtract, odd, corners)
+        Xs = [_with_odd_rows(X, rows, block) for X, rows in zip(Xs, odd, strict=True)]
         block *= 2
-    return Xs
+    return [Xs[i // together][:, i % together * size :][:, :size] for i in range(len(Ls))]
