@@ -60,8 +60,8 @@ def initialize(
             num_processes,
             process_id,
             initialization_timeout=max(1, round(started + timeout - time.monotonic())),
-            # `watch` comes first, for it says which process it is.
-            heartbeat_timeout_seconds=2 * silence,
+            # Long after `watch`, which says which process it is, and ends all of them.
+            heartbeat_timeout_seconds=4 * silence,
         )
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
