@@ -1,7 +1,7 @@
 # Each target makes .venv on first use: with uv when present, else with the newest Python >= 3.12.
 # `make demo` trains a hybrid and its recurrent twin; `make recall` asks every small recall question
 # (a quarter of an hour on two cores); `make test` runs the CPU tests; `make test-aot` compiles the
-# GPU kernels for machines that are not here, in a .venv-aot of its own: with compilers for GPUs
+# kernels for machines that are not here, in a .venv-aot of its own: with compilers for GPUs
 # installed, jax looks for a GPU at each start. `make test-interop` compares with transformers, in a
 # .venv-interop of its own, since torch is large; where torch is installed elsewhere already,
 # TORCH_PYTHON names the python that has both. `make test-slurm` runs sweeps as jobs of a Slurm that
