@@ -185,6 +185,14 @@ def sizes(shapes: str) -> list[float]:
 
 def _groups(line: str) -> list[np.ndarray]:
     """The devices of each group of a collective; none where it does not say."""
+    named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
+    if named:
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        inside = re.findall(r"'(\w+)'", named[2])
+        axes = [name for name in sizes if name not in inside] + inside
+        ids = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
+        ids = ids.transpose([list(sizes).index(name) for name in axes])
+        return list(ids.reshape(-1, np.prod([sizes[name] for name in inside], dtype=int)))
     iota = re.search(r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if iota:
         dims = [int(x) for x in iota[2].split(",")]

@@ -120,6 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     contexts, batches = (numbers(n, getattr(args, n)) for n in ("contexts", "batches"))
     for name in ("steps", "runs"):
         check(getattr(args, name) >= 1, f"--{name} is {getattr(args, name)}; use 1 or more.")
+    given = args.bandwidth
+    check(given is None or given > 0, f"--bandwidth is {given}; give bytes/s, such as 4.8e12.")
     hybrid = config.load(args.config, overrides).model
     models = {"hybrid": unrolled(hybrid), "twin": unrolled(twin(hybrid))}
     params = {name: random_params(model) for name, model in models.items()}

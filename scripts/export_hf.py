@@ -16,7 +16,7 @@ from fastweights import cli, interop, sharding
 from fastweights.data import DataConfig
 from fastweights.data.pipeline import TEXT
 from fastweights.data.tokenizer import BYTES, load_tokenizer
-from fastweights.errors import check
+from fastweights.errors import UserError, check
 from fastweights.model import DTYPES
 from fastweights.training import run_folder
 from fastweights.training.loading import load_params
@@ -39,7 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     if record is None:
         interop.express(config.model)  # says what can't be written before anything is loaded
     check(not args.out.exists(), f"'{args.out}' exists already; name a new folder or remove it.")
-    mesh = sharding.make_mesh(config.mesh)
+    try:
+        mesh = sharding.make_mesh(config.mesh)
+    except UserError:  # other devices than it was trained on: one will do
+        mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         loaded = load_params(args.workdir, config, mesh, args.step)
         if record is None:

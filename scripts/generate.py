@@ -5,8 +5,9 @@
 
 Without a temperature each next token is the most likely one. A line of the input is an object with
 a "prompt"; the output has the same lines, in the same order, with "text", "tokens" and "finish"
-("stop", "end" or "length") added. The tokenizer is that of the run's own data, or a tokenizer.json
-in the run's folder where there is one. Speeds and the bytes of the caches go to stderr.
+("stop", "end" or "length") added. An imported model's own end tokens end a text too. The tokenizer
+is that of the run's own data, or a tokenizer.json in the run's folder where there is one. Speeds
+and the bytes of the caches go to stderr.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any, TextIO
 
 import jax
 
-from fastweights import cli, sharding
+from fastweights import cli, interop, sharding
 from fastweights.data import run_tokenizer
 from fastweights.errors import UserError, check
 from fastweights.generation import Engine, SamplingConfig, complete
@@ -34,7 +35,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--input", type=pathlib.Path, help="JSON lines, each with a prompt")
     parser.add_argument("--output", type=pathlib.Path, help="JSON lines (default: stdout)")
     parser.add_argument("--max_new_tokens", type=int, default=256)
-    parser.add_argument("--stop", action="append", default=[], help="ends a text; may be repeated")
+    parser.add_argument(
+        "--stop", action="append", default=[], help=r"ends a text; may be repeated; \n ends a line"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top_k", type=int, default=0)
     parser.add_argument("--top_p", type=float, default=1.0)
@@ -50,12 +53,19 @@ def main(argv: list[str] | None = None) -> int:
         (args.prompt is None) != (args.input is None),
         "give either --prompt or --input (a file of JSON lines), not both or none.",
     )
+    stop = [text.replace(r"\n", "\n") for text in args.stop]
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     config = run_folder.load_config(args.workdir)
     tokenizer = run_tokenizer(config.data, args.workdir)
     records = [{"prompt": args.prompt}] if args.input is None else read_prompts(args.input)
+    for number, record in enumerate(records):
+        check(
+            _is_text(record["prompt"]),
+            f"prompt {number} holds half a letter (a lone surrogate); write it as UTF-8.",
+        )
     prompts = tokenizer.encode_many([record["prompt"] for record in records])
 
+    ends: dict[str, Any] = dict(stop=stop, end_ids=interop.end_ids(args.workdir))
     mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         loaded = load_params(args.workdir, config, mesh, args.step)
@@ -70,15 +80,16 @@ def main(argv: list[str] | None = None) -> int:
             chunk=args.chunk,
             burst=args.burst,
         )
+        engine.check_prompts(prompts)  # before anything is written
         if args.input is None:
 
             def show(_: int, piece: str) -> None:
                 print(piece, end="", flush=True)
 
-            list(complete(engine, tokenizer, prompts, stop=args.stop, on_text=show))
+            list(complete(engine, tokenizer, prompts, **ends, on_text=show))
             print()
         else:
-            texts = complete(engine, tokenizer, prompts, stop=args.stop)
+            texts = complete(engine, tokenizer, prompts, **ends)
             with open_output(args.output) as out:
                 for record, done in zip(records, texts, strict=True):
                     extra = {"text": done.text, "tokens": done.tokens, "finish": done.finish}
@@ -87,10 +98,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_prompts(path: pathlib.Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, empty lines passed over."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not by `splitlines`: a JSON string may hold what that takes for an end of a line.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--input '{path}' can't be read ({error}); check the path.") from error
     records = []

@@ -16,7 +16,7 @@ import jax
 
 from fastweights import cli, interop, sharding
 from fastweights import config as config_lib
-from fastweights.data.tokenizer import BYTES
+from fastweights.data.tokenizer import BYTES, load_tokenizer
 from fastweights.errors import check
 from fastweights.files import new_folder
 from fastweights.model import DTYPES, ModelConfig
@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     args, overrides = cli.parse(parser, argv)
 
     source = interop.open_checkpoint(args.folder)
+    if (args.folder / interop.TOKENIZER).is_file():
+        load_tokenizer(args.folder / interop.TOKENIZER)  # a broken one is told now
     start = run_config(source, args.workdir)
     config = config_lib.override(start, overrides)
     for name, (old, new) in config_lib.differences(start, config).items():

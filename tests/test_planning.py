@@ -44,6 +44,9 @@ def test_collectives_of_a_loop_count_as_often_as_it_turns():
 @pytest.mark.parametrize(
     ("groups", "leaves"),
     [
+        ("replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}", False),
+        ("replica_groups=mesh['data'=2,'fsdp'=4] {'data'}", True),
+        ("replica_groups=mesh['data'=2,'fsdp'=4] {'data','fsdp'}", True),
         ("replica_groups=[2,4]<=[8]", False),
         ("replica_groups=[4,2]<=[2,4]T(1,0)", True),
         ("replica_groups={{0,1,2,3},{4,5,6,7}}", False),

@@ -21,7 +21,7 @@ from fastweights import tasks
 from fastweights.data.corpus import Corpus, corpus_in_memory, open_corpus
 from fastweights.data.packing import to_batch
 from fastweights.data.source import builtin_documents
-from fastweights.data.tokenizer import BYTES, JsonTokenizer, Tokenizer, load_tokenizer
+from fastweights.data.tokenizer import BYTES, TOKENIZER, JsonTokenizer, Tokenizer, load_tokenizer
 from fastweights.errors import UserError, check
 from fastweights.tasks import TASKS, Batch, TaskConfig
 from fastweights.tasks.base import IGNORE, stream
@@ -40,12 +40,12 @@ class TextConfig:
     Attributes:
       path: a folder made by scripts/prepare_data.py; empty for the built-in text, which is the
         English help inside CPython.
-      tokenizer: for the built-in text, "bytes" or the path of a tokenizer.json. Prepared data bring
-        their own.
+      tokenizer: "bytes" or the path of a tokenizer.json, for the built-in text. Prepared data bring
+        their own; a tokenizer.json beside them, as an imported model has, must be the same.
       held_out: for the built-in text, the share of its topics that is never trained on.
 
     Raises:
-      UserError: if the held-out share is no share, or prepared data are given a tokenizer.
+      UserError: if the held-out share is no share.
     """
 
     path: str = ""
@@ -56,11 +56,6 @@ class TextConfig:
         check(
             0 < self.held_out < 1,
             f"text.held_out is {self.held_out}; it must lie between 0 and 1, for example 0.1.",
-        )
-        check(
-            not self.path or self.tokenizer == BYTES,
-            f"text.tokenizer is {self.tokenizer!r} but the data at {self.path!r} have a tokenizer "
-            "of their own; leave text.tokenizer at 'bytes' or leave text.path empty.",
         )
 
 
@@ -146,7 +141,7 @@ def open_text(config: DataConfig) -> Corpus:
     """The corpus of a config of kind "text".
 
     Raises:
-      UserError: if the prepared data are broken or have another row length.
+      UserError: if the prepared data are broken, or have another row length or tokenizer.
     """
     text = config.text
     if not text.path:
@@ -157,6 +152,14 @@ def open_text(config: DataConfig) -> Corpus:
             held_out=text.held_out,
         )
     corpus = open_corpus(text.path)
+    if text.tokenizer != BYTES:
+        wanted, found = pathlib.Path(text.tokenizer), pathlib.Path(text.path) / TOKENIZER
+        check(wanted.is_file(), f"There is no tokenizer file '{wanted}'; correct text.tokenizer.")
+        check(
+            found.is_file() and found.read_bytes() == wanted.read_bytes(),
+            f"the data at {text.path!r} were prepared with another tokenizer than text.tokenizer; "
+            f"prepare them with --tokenizer {wanted}.",
+        )
     check(
         corpus.length == config.length,
         f"data.length is {config.length} but the rows at {text.path!r} have {corpus.length} "
@@ -173,7 +176,7 @@ def run_tokenizer(config: DataConfig, workdir: pathlib.Path | None = None) -> To
     Raises:
       UserError: there is none, or it is broken.
     """
-    own = workdir and workdir / "tokenizer.json"
+    own = workdir and workdir / TOKENIZER
     if own and own.is_file():
         tokenizer = load_tokenizer(own)
     else:

@@ -20,7 +20,7 @@ from fastweights.data.corpus import (
     read_meta,
 )
 from fastweights.data.source import Documents, split_documents
-from fastweights.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from fastweights.data.tokenizer import BYTES, TOKENIZER, Tokenizer, load_tokenizer
 from fastweights.errors import check
 from fastweights.files import new_folder
 
@@ -60,13 +60,13 @@ def prepare_corpus(
             "version": VERSION,
             "length": length,
             "dtype": "uint16" if encoder.vocab_size <= 2**16 else "uint32",
-            "tokenizer": BYTES if tokenizer == BYTES else "tokenizer.json",
+            "tokenizer": BYTES if tokenizer == BYTES else TOKENIZER,
             "vocab_size": encoder.vocab_size,
             "eod_id": encoder.eod_id,
             "splits": {},
         }
         if tokenizer != BYTES:
-            shutil.copyfile(tokenizer, partial / "tokenizer.json")
+            shutil.copyfile(tokenizer, partial / TOKENIZER)
         for name, part in parts.items():
             path = partial / f"{name}.array_record"
             counts = _write_rows(str(path), part, encoder, length, meta["dtype"])

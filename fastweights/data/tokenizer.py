@@ -14,6 +14,7 @@ import numpy as np
 from fastweights.errors import UserError, check
 
 BYTES = "bytes"
+TOKENIZER = "tokenizer.json"
 
 # Names under which published tokenizers keep their end-of-document token, in order of preference.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")

@@ -154,9 +154,22 @@ class Engine:
         """Compiles what `decode` runs, which else happens when it is first called."""
         _ = self._decode_program
 
+    def check_prompts(self, prompts: Sequence[np.ndarray]) -> None:
+        """Raises UserError for the first that is empty, too long, or holds a strange id."""
+        for number, ids in enumerate(prompts):
+            _check_prompt(number, ids, self.prompt_slots, self.config.vocab_size)
+
     def fresh_cache(self) -> Any:
-        """Caches that hold nothing yet."""
-        return self._fresh(self.params)
+        """Caches that hold nothing yet; UserError where the device has no room for them."""
+        try:
+            return jax.block_until_ready(self._fresh(self.params))
+        except jax.errors.JaxRuntimeError as error:
+            check(
+                "RESOURCE_EXHAUSTED" not in str(error),
+                f"the caches of {self.rows} rows take {self.cache_bytes / 1e9:,.1f} GB, which the "
+                "device has no room for; use fewer rows or new tokens, or shorter prompts.",
+            )
+            raise
 
     def prefill(self, prompts: Sequence[np.ndarray]) -> tuple[Any, jax.Array]:
         """Reads up to `rows` prompts.
@@ -171,12 +184,10 @@ class Engine:
           UserError: an empty prompt, one that is too long, or an id that the model does not have.
         """
         check(0 < len(prompts) <= self.rows, f"{len(prompts)} prompts do not fit {self.rows} rows.")
-        for number, ids in enumerate(prompts):
-            _check_prompt(number, ids, self.prompt_slots, self.config.vocab_size)
+        self.check_prompts(prompts)
         padded = [*prompts, *[prompts[0]] * (self.rows - len(prompts))]
         tokens, ids = flush_right(padded, self.chunk)
         program, cache = self._prefill_program, self.fresh_cache()
-        jax.block_until_ready(cache)
         started = time.perf_counter()
         logits_BV: Any = None
         for at in range(0, tokens.shape[1], self.chunk):

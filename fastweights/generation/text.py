@@ -25,7 +25,7 @@ class Completion:
     Attributes:
       text: without the stop string and what follows it.
       tokens: generated tokens, the one that ended it included.
-      finish: "stop" (a stop string), "end" (the end-of-document token) or "length".
+      finish: "stop" (a stop string), "end" (an end token) or "length".
     """
 
     text: str
@@ -43,11 +43,17 @@ class TextStream:
       tokenizer: what decodes.
       prompt: the row's prompt.
       stop: strings that end the text; not part of it.
+      end_ids: tokens that end it beside the tokenizer's; not part of it either.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, stop: Sequence[str]
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] | np.ndarray,
+        stop: Sequence[str],
+        end_ids: Sequence[int] = (),
     ):
+        self._end_ids = {tokenizer.eod_id, *end_ids}
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._recent = [int(i) for i in prompt[-CONTEXT:]]
         # Of the recent tokens these are in the text already.
@@ -64,7 +70,7 @@ class TextStream:
             if self.finish:
                 break
             self.tokens += 1
-            if token == self._tokenizer.eod_id:
+            if int(token) in self._end_ids:
                 self.finish = "end"
                 new += self._take(self._decoded(final=True), final=True)
                 break
@@ -122,6 +128,7 @@ def complete(
     prompts: Sequence[np.ndarray],
     *,
     stop: Sequence[str] = (),
+    end_ids: Sequence[int] = (),
     on_text: Callable[[int, str], None] | None = None,
 ) -> Iterator[Completion]:
     """Completes prompts batch by batch, in order.
@@ -131,6 +138,7 @@ def complete(
       tokenizer: what encoded the prompts.
       prompts: token ids, one array a prompt.
       stop: strings that end a text.
+      end_ids: tokens that do, beside the tokenizer's end of a document.
       on_text: called with a prompt's number and each new piece of its text.
 
     Raises:
@@ -139,7 +147,7 @@ def complete(
     check(all(stop), "a stop string is empty; leave it out or give it a letter.")
     number = 0
     for batch in batched(prompts, engine.rows):
-        streams = [TextStream(tokenizer, ids, stop) for ids in batch]
+        streams = [TextStream(tokenizer, ids, stop, end_ids) for ids in batch]
 
         def tell(row: int, piece: str, first: int = number) -> None:
             if piece and on_text:

@@ -9,7 +9,7 @@ from fastweights.interop.checkpoint import Checkpoint, open_checkpoint
 from fastweights.interop.export import entries, export_imported, export_new, tensors_of
 from fastweights.interop.express import express
 from fastweights.interop.load import load_params
-from fastweights.interop.record import TOKENIZER
+from fastweights.interop.record import TOKENIZER, end_ids
 from fastweights.interop.record import load as load_record
 from fastweights.interop.record import save as save_record
 
@@ -20,6 +20,7 @@ __all__ = [
     "DTYPE_FIELDS",
     "TOKENIZER",
     "Checkpoint",
+    "end_ids",
     "entries",
     "export_imported",
     "export_new",

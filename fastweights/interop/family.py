@@ -16,13 +16,15 @@ class Context:
     """What a table depends on beside the model.
 
     Attributes:
-      norm: form of the norms that follow the family's convention.
+      norm: form of the norms that follow the family's convention, and here the model's.
+      head_norm: the same where ours are always centred, as those of single heads are.
       shapes: of the tensors of a checkpoint that is read or was imported; empty for a model from
         scratch. A table asks it where one family is published in two ways.
       mlx: the checkpoint says that MLX wrote it.
     """
 
     norm: Form = dataclasses.field(default_factory=Same)
+    head_norm: Form = dataclasses.field(default_factory=Same)
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     mlx: bool = False
 
@@ -65,7 +67,8 @@ class Family:
         format tag; the numbers themselves are never asked, for they may look like either.
         """
         published = self.centred and not mlx
-        ours = config.norm == "centred"
-        if ours == published:
-            return Context(Same(), shapes, mlx)
-        return Context(Shifted(1.0 if ours else -1.0), shapes, mlx)
+
+        def form(ours: bool) -> Form:
+            return Same() if ours == published else Shifted(1.0 if ours else -1.0)
+
+        return Context(form(config.norm == "centred"), form(True), shapes, mlx)

@@ -85,12 +85,14 @@ class Fields:
             value = self.tree.get(name) or {}
             if not isinstance(value, Mapping):
                 raise UserError(f"{self.owner} has {name}={value!r}; it must be an object.")
+            for word in ("rope_type", "type"):
+                kind = value.get(word, "default")
+                check(
+                    kind == "default",
+                    f"{self.owner} has {word}={kind!r} in {name}, which is not supported here; "
+                    "only 'default' is.",
+                )
             given |= value
-        kind = given.get("rope_type", given.get("type", "default"))
-        check(
-            kind == "default",
-            f"{self.owner} has rope_type={kind!r}, which is not supported here; only 'default' is.",
-        )
         named = Fields({**self.tree, **given}, self.owner)
         theta = named.tree.get("rope_theta", 10_000.0)
         if theta is None:
@@ -126,7 +128,7 @@ class Fields:
         )
         for kind in kinds:
             check(
-                kind in LETTERS,
+                isinstance(kind, str) and kind in LETTERS,
                 f"{self.owner} has the layer type {kind!r}, which is not supported here; only "
                 f"{' and '.join(LETTERS)} are.",
             )

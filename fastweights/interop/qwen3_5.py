@@ -135,8 +135,8 @@ def attention(layer: Layer, config: ModelConfig, context: Context) -> Table:
     yield layer("self_attn.k_proj.weight", (J * K, D), "mixer.qkv.k.kernel", Kernels((J * K,)))
     yield layer("self_attn.v_proj.weight", (J * K, D), "mixer.qkv.v.kernel", Kernels((J * K,)))
     yield layer("self_attn.o_proj.weight", (D, H * K), "mixer.out.kernel", Kernels((D,)))
-    yield layer("self_attn.q_norm.weight", (K,), "mixer.q_norm.scale", context.norm)
-    yield layer("self_attn.k_norm.weight", (K,), "mixer.k_norm.scale", context.norm)
+    yield layer("self_attn.q_norm.weight", (K,), "mixer.q_norm.scale", context.head_norm)
+    yield layer("self_attn.k_norm.weight", (K,), "mixer.k_norm.scale", context.head_norm)
 
 
 def gated_delta_net(layer: Layer, config: ModelConfig, context: Context) -> Table:

@@ -14,13 +14,13 @@ import shutil
 from collections.abc import Mapping
 from typing import Any
 
+from fastweights.data.tokenizer import TOKENIZER
 from fastweights.errors import UserError
 from fastweights.files import read_json
 from fastweights.interop import safetensors
-from fastweights.interop.checkpoint import Checkpoint, is_aside
+from fastweights.interop.checkpoint import FAMILIES, Checkpoint, is_aside
 
 FOLDER, RECORD, ASIDE, FILES = "interop", "record.json", "aside", "files"
-TOKENIZER = "tokenizer.json"
 # Weights in other formats, which may lie in the same folder, are not taken along.
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
 
@@ -78,6 +78,21 @@ def save(checkpoint: Checkpoint, workdir: pathlib.Path) -> None:
     (folder / RECORD).write_text(json.dumps(record) + "\n")
 
 
+def end_ids(workdir: pathlib.Path) -> list[int]:
+    """The tokens that end a text by the generation_config.json or config.json of an import.
+
+    Empty for a run that was not imported, or where neither says so.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = workdir / FOLDER / FILES / name
+        tree = read_json(path) if path.is_file() else {}
+        text = tree.get("text_config") or {}
+        found = tree.get("eos_token_id", text.get("eos_token_id"))
+        if found is not None:
+            return [found] if isinstance(found, int) else list(found)
+    return []
+
+
 def load(workdir: pathlib.Path) -> Record | None:
     """The record in a run's folder; None for a run that was not imported.
 
@@ -99,7 +114,13 @@ def load(workdir: pathlib.Path) -> Record | None:
             )
             for name, told in stored["files"].items()
         }
-        return Record(stored["model_type"], stored["mlx"], files, folder)
+        found = Record(stored["model_type"], stored["mlx"], files, folder)
+        if found.model_type not in {name for family in FAMILIES for name in family.model_types}:
+            raise ValueError(f"model_type {found.model_type!r} is not known")
+        for part in (FILES, ASIDE):
+            if not (folder / part).is_dir():
+                raise ValueError(f"its folder {part} is gone")
+        return found
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"'{folder / RECORD}' is not what an import writes there ({error}); import again."

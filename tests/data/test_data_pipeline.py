@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import grain
 import numpy as np
@@ -205,16 +206,27 @@ def test_bad_configs_are_named(options, says):
         DataConfig(**{"mqar": MQAR, **options})
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"held_out": 0.0}, "text.held_out is 0.0"),
-        ({"path": "data", "tokenizer": "t.json"}, "a tokenizer of their own"),
-    ],
-)
-def test_bad_text_configs_are_named(options, says):
-    with pytest.raises(UserError, match=says):
-        TextConfig(**options)
+def test_a_held_out_share_that_is_none_is_named():
+    with pytest.raises(UserError, match=r"text.held_out is 0.0"):
+        TextConfig(held_out=0.0)
+
+
+def test_prepared_data_are_of_the_tokenizer_that_is_named(tokenizer_json, tmp_path):
+    """As a fine-tuned model's run names its own beside the data."""
+    out, other = tmp_path / "data", tmp_path / "other.json"
+    prepare_corpus(
+        lambda: (f"some text {i}" for i in range(20)), str(out), length=16, tokenizer=tokenizer_json
+    )
+    other.write_text(Path(tokenizer_json).read_text() + " ")
+    text = TextConfig(path=str(out), tokenizer=tokenizer_json)
+    assert open_text(DataConfig(kind="text", length=16, text=text)).length == 16
+    for name, says in (
+        (other, "prepared with another tokenizer"),
+        (tmp_path / "x", "no tokenizer"),
+    ):
+        text = TextConfig(path=str(out), tokenizer=str(name))
+        with pytest.raises(UserError, match=says):
+            open_text(DataConfig(kind="text", length=16, text=text))
 
 
 def test_bad_calls_are_named(config, prepared):

@@ -89,13 +89,27 @@ def test_what_cannot_be_generated_is_named(run, arguments, told):
         ('{"prompt": "a"}\n{"text": "b"}', r"line 2 of '.*' is {\"text\": \"b\"}; write"),
         ('{"prompt": 3}', "line 1 of .*; write"),
         ("\n", "holds no prompt"),
+        ('{"prompt": "a"}\n{"prompt": ""}', "prompt 1 is empty"),
+        (r'{"prompt": "a\ud800"}', "prompt 0 holds half a letter"),
     ],
 )
 def test_a_bad_file_of_prompts_is_named_by_its_line(run, tmp_path, content, told):
     path = tmp_path / "in.jsonl"
     path.write_text(content)
+    out = tmp_path / "out.jsonl"
+    out.write_text("of a run before")
     with pytest.raises(UserError, match=told):
-        generate.main(["--workdir", str(run), "--input", str(path)])
+        generate.main(
+            ["--workdir", str(run), "--input", str(path), "--output", str(out), "--rows", "1"]
+        )
+    assert out.read_text() == "of a run before"
+
+
+def test_letters_that_end_lines_elsewhere_do_not_end_one_here(tmp_path):
+    record = {"prompt": "a\u2028b\u0085c"}
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps(record, ensure_ascii=False) + "\n")
+    assert generate.read_prompts(path) == [record]
 
 
 def test_a_run_without_text_needs_a_tokenizer(tmp_path):
@@ -240,6 +254,7 @@ def test_the_decode_benchmark_prints_both_models_at_each_context(capsys):
         (["--contexts", "20,x"], "--contexts is '20,x'; give whole numbers above 0"),
         (["--batches", "0"], "--batches is '0'"),
         (["--runs", "0"], "--runs is 0; use 1 or more"),
+        (["--bandwidth", "-1"], "--bandwidth is -1.0; give bytes/s"),
         (["--config.model.pattern=G"], "pattern G has no A"),
     ],
 )

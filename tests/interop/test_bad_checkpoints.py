@@ -161,7 +161,19 @@ VISION = [
     (edit_config(text=True, attention_bias=True), "attention_bias=True, which is not supported"),
     (edit_config(text=True, output_gate_type="sigmoid"), "output_gate_type='sigmoid', which is n"),
     (edit_config(text=True, attn_output_gate=False), "attn_output_gate=False, which is not supp"),
-    (edit_config(text=True, rope_parameters={"rope_type": "yarn"}), "rope_type='yarn', which is"),
+    (
+        edit_config(text=True, rope_parameters={"rope_type": "yarn"}),
+        "rope_type='yarn' in rope_parameters, which is",
+    ),
+    (
+        edit_config(text=True, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+        "rope_type='yarn' in rope_scaling",
+    ),
+    (
+        edit_config(text=True, rope_parameters={"rope_type": "default", "type": "linear"}),
+        "'linear'",
+    ),
+    (edit_config(text=True, layer_types=[["full_attention"]] * 3), "layer type"),
     (edit_config(text=True, rope_parameters=3), "rope_parameters=3; it must be an object"),
     (edit_config(text=True, layer_types=["full_attention"]), "layer_types for 1 layers but num_h"),
     (edit_config(text=True, layer_types=3), "layer_types=3; it must be a list"),

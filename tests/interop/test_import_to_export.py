@@ -13,6 +13,7 @@ import import_hf
 import published
 import train
 from fastweights import interop
+from fastweights.errors import UserError
 
 SOURCE = published.DATA / "published" / "tiny_qwen3_5"
 FIELDS = ("steps=2", "data.length=16", "eval.max_batches=1")
@@ -57,6 +58,49 @@ def test_greedy_text_of_a_file_and_of_a_prompt(folder, tmp_path, capsys):
     capsys.readouterr()
     generate.main([*common, "--prompt", prompts[1]])
     assert capsys.readouterr().out == records[1]["text"] + "\n"
+
+
+def test_its_own_end_tokens_end_a_text(folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "run", run)
+    common = ["--workdir", str(run), "--prompt", text([5, 6, 7]), "--max_new_tokens", "4"]
+    generate.main(common)
+    first, *_ = tokens = capsys.readouterr().out.split()
+    assert len(tokens) == 4
+    for ids in (int(first[1:]), [3, int(first[1:])]):
+        told = {"eos_token_id": ids}
+        (run / "interop" / "files" / "generation_config.json").write_text(json.dumps(told))
+        generate.main(common)
+        assert capsys.readouterr().out.split() == []
+
+
+def test_it_goes_out_where_other_devices_are(folder, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "run", run)
+    config = json.loads((run / "config.json").read_text())
+    config["mesh"]["fsdp"] = 3
+    (run / "config.json").write_text(json.dumps(config))
+    export_hf.main(["--workdir", str(run), "--out", str(tmp_path / "out")])
+    published.assert_same_folder(tmp_path / "out", folder / "source")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "told"),
+    [
+        (lambda at: shutil.rmtree(at / "aside"), "its folder aside is gone"),
+        (lambda at: shutil.rmtree(at / "files"), "its folder files is gone"),
+        (lambda at: edit(at / "record.json"), "model_type 'other' is not known"),
+    ],
+)
+def test_a_broken_record_is_told(folder, tmp_path, breaks, told):
+    shutil.copytree(folder / "run" / "interop", tmp_path / "interop")
+    breaks(tmp_path / "interop")
+    with pytest.raises(UserError, match=f"{told}.*; import again"):
+        interop.load_record(tmp_path)
+
+
+def edit(path):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "other"}))
 
 
 def test_it_goes_out_as_it_came_in_and_trains_from_there(folder, tmp_path):
