@@ -31,6 +31,7 @@ COLLECTIVES = (
     "collective-permute",
     "collective-broadcast",
 )
+EACH_ITS_OWN = ("all-to-all", "collective-permute")  # no two devices get the same
 _BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
@@ -256,15 +257,19 @@ def instructions(text: str) -> Iterator[Instruction]:
 def collectives(text: str, host: int = 0) -> dict[str, tuple[float, int]]:
     """Bytes and number of each kind of collective in a compiled module's text.
 
-    With `host` devices a host, only of those that leave one.
+    With `host` devices a host, only of those that leave one, and what a device's own adapter need
+    bring of it: members of a group on one host can share what they all get.
     """
     found: dict[str, list[float]] = {kind: [0.0, 0] for kind in COLLECTIVES}
     for shape, op, line, times in instructions(text):
         kind = op.removesuffix("-start")
         groups = _groups(line) if host and kind in found else []
         stays = bool(groups) and all(len(set(group // host)) == 1 for group in groups)
+        shared = 1
+        if groups and kind not in EACH_ITS_OWN:
+            shared = min(min(collections.Counter(group // host).values()) for group in groups)
         if kind in found and not stays:
             # Started ones name operand and result.
-            found[kind][0] += times * max(sizes(shape), default=0.0)
+            found[kind][0] += times * max(sizes(shape), default=0.0) / shared
             found[kind][1] += times
     return {kind: (size, int(count)) for kind, (size, count) in found.items() if count}

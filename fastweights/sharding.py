@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -34,7 +35,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "batch": ("data", "fsdp"),
     "tokens": SEQUENCE,
     # Rows made of the slices of rows that lie on different devices.
-    "slices": ("data", "fsdp", SEQUENCE),
+    "slices": (SEQUENCE, "data", "fsdp"),
 }
 
 
@@ -227,11 +228,15 @@ def cuts_tokens(length: int) -> bool:
 
 
 def slices_as_rows(x: jax.Array) -> jax.Array:
-    """[rows, length, ...] as [rows x N, length / N, ...] where N devices hold slices of a row."""
+    """[rows, length, ...] as [N x rows, length / N, ...] where N devices hold slices of a row.
+
+    All first slices come first, so that each device keeps what it has.
+    """
     rows, length, *rest = x.shape
     if not cuts_tokens(length):
         return x
-    x = x.reshape(rows * _parts("tokens"), part(length, "tokens"), *rest)
+    x = x.reshape(rows, _parts("tokens"), part(length, "tokens"), *rest)
+    x = jnp.moveaxis(x, 1, 0).reshape(-1, part(length, "tokens"), *rest)
     return constrain(x, "slices", *[None] * (x.ndim - 1))
 
 
@@ -239,7 +244,9 @@ def rows_of_slices(x: jax.Array, length: int) -> jax.Array:
     """Undoes `slices_as_rows` for rows of `length` tokens."""
     if not cuts_tokens(length):
         return x
-    x = x.reshape(x.shape[0] // _parts("tokens"), length, *x.shape[2:])
+    rest = x.shape[2:]
+    x = x.reshape(_parts("tokens"), -1, part(length, "tokens"), *rest)
+    x = jnp.moveaxis(x, 0, 1).reshape(-1, length, *rest)
     return constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
 
 

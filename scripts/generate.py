@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import json
 import pathlib
+import re
 import sys
 from typing import Any, TextIO
 
@@ -36,7 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=pathlib.Path, help="JSON lines (default: stdout)")
     parser.add_argument("--max_new_tokens", type=int, default=256)
     parser.add_argument(
-        "--stop", action="append", default=[], help=r"ends a text; may be repeated; \n ends a line"
+        "--stop",
+        action="append",
+        default=[],
+        help=r"ends a text; may be repeated; \n and \n\n are ends of lines",
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top_k", type=int, default=0)
@@ -53,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         (args.prompt is None) != (args.input is None),
         "give either --prompt or --input (a file of JSON lines), not both or none.",
     )
-    stop = [text.replace(r"\n", "\n") for text in args.stop]
+    # Only what is nothing else, for \nabla is a word.
+    stop = [x.replace(r"\n", "\n") if re.fullmatch(r"(\\n)+", x) else x for x in args.stop]
     sampling = SamplingConfig(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     config = run_folder.load_config(args.workdir)
     tokenizer = run_tokenizer(config.data, args.workdir)
@@ -68,10 +73,10 @@ def main(argv: list[str] | None = None) -> int:
     ends: dict[str, Any] = dict(stop=stop, end_ids=interop.end_ids(args.workdir))
     mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
-        loaded = load_params(args.workdir, config, mesh, args.step)
         engine = Engine(
             config.model,
-            loaded.params,
+            # Kept by nobody else, for the engine lays them out anew.
+            load_params(args.workdir, config, mesh, args.step).params,
             rows=min(args.rows, len(prompts)),
             prompt_length=max(1, *map(len, prompts)),
             new_tokens=args.max_new_tokens,

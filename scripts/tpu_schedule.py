@@ -18,6 +18,7 @@ import sys
 import tempfile
 
 from fastweights import cli, flops, targets
+from fastweights.errors import check
 
 SHAPES = {  # B, T, H, G with K = V = 128, as in docs/kernels.md
     "S1": (8, 4096, 16, 16),
@@ -76,8 +77,10 @@ def report(args, folder: str) -> int:
     from fastweights.ops import chunked
     from fastweights.ops.mosaic_tpu import blocks, rule
 
+    chip = args.target.partition(":")[0]
+    check(chip in CLOCKS, f"--target is '{args.target}'; give one of {', '.join(CLOCKS)}.")
     device = targets.find(args.target).devices[0]
-    clock, speed = CLOCKS[args.target.partition(":")[0]], flops.peak_bandwidth(device.device_kind)
+    clock, speed = CLOCKS[chip], flops.peak_bandwidth(device.device_kind)
     mesh = jax.sharding.Mesh(np.array([device]), ("device",))
     cores = mesh.abstract_mesh.abstract_device.num_cores
     print(f"{device.device_kind}: {cores} core(s) at {clock / 1e9} GHz, {speed / 1e12} TB/s")

@@ -93,15 +93,17 @@ def state_space(
         name, segment_ids, x_BTD.shape[:2], chunk_size, implementation, IMPLEMENTATIONS
     )
     checks.check_state(name, "initial_state", initial_state, shape)
-    if sharding.cuts_tokens(length):
-        arrays = (x_BTD, dt_D, A_DP, B_DP, C_DP, P, D, initial_state, segment_ids)
-        form = dict(chunk_size=chunk_size, implementation=implementation)
-        return _on_slices(arrays, discretization=discretization, **form)
     stateless = segment_ids is None and initial_state is None
     check(
         implementation != "convolution" or stateless,
         f"{name}: the convolution takes no initial_state and no segment_ids; use 'scan' or 'auto'",
     )
+    if sharding.cuts_tokens(length):
+        # Slices bring states along, which the convolution knows nothing of.
+        implementation = "scan" if implementation == "convolution" else implementation
+        arrays = (x_BTD, dt_D, A_DP, B_DP, C_DP, P, D, initial_state, segment_ids)
+        form = dict(chunk_size=chunk_size, implementation=implementation)
+        return _on_slices(arrays, discretization=discretization, **form)
     given = [x_BTD, dt_D, A_DP.real, B_DP.real, C_DP.real]
     given += [x for x in (D, initial_state) if x is not None]
     acc = jnp.promote_types(jnp.result_type(*given), jnp.float32)

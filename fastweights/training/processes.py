@@ -45,6 +45,7 @@ def initialize(
         bool(host) and port.isdigit(),
         f"--coordinator is '{coordinator}'; write it as host:port, such as 10.0.0.1:1234.",
     )
+    check(silence >= 1, f"--silence is {silence}; give at least 1 second.")
     # JAX ends a process that waits in vain without raising; this line then says what it waited for.
     print(
         f"process {process_id} of {num_processes}: joining the others at {coordinator} "
@@ -52,7 +53,7 @@ def initialize(
         flush=True,
     )
     started = time.monotonic()
-    if coordinator is not None and process_id != 0:
+    if coordinator is not None and process_id:  # not 0, and not for the cluster to say
         _knock(host.strip("[]"), int(port), started + timeout)
     try:
         jax.distributed.initialize(
@@ -128,14 +129,21 @@ def watch(workdir: pathlib.Path, silence: float) -> Iterator[None]:
     others = {i: _Other(paths[i]) for i in range(count) if i != me}
     over, pause = threading.Event(), min(1.0, silence / 10)
 
-    def write(text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk is for the checkpoints to tell
+    def write(text: str) -> bool:
+        try:
             write_atomic(paths[me], text)
+        except OSError:  # a full disk is for the checkpoints to tell
+            return False
+        return True
 
     def live() -> None:
+        before = time.monotonic()
         while not over.wait(pause):
-            write(str(time.time_ns()))
+            written = write(str(time.time_ns()))
+            before, turn = time.monotonic(), time.monotonic() - before
             for i, other in others.items():
+                if not written or turn > 5 * pause:
+                    other.excuse()  # the disk that they write to too is at fault
                 cause = other.cause_of_death(silence)
                 # One that says why it ends has company: the same mistake ends this process too.
                 if cause and not over.wait(2 * pause if cause.startswith(ENDED) else 0):
@@ -160,12 +168,14 @@ def watch(workdir: pathlib.Path, silence: float) -> Iterator[None]:
             # The thread will say whose.
             thread.join(silence + 5 * pause)
         over.set()
+        thread.join(5 * pause)  # its last sign of life must not come after this
         write(f"{ENDED}{error if mistake else repr(error)}".split("\n")[0])
         if not isinstance(error, Exception):
             raise
         said = f"error: {error}" if mistake else traceback.format_exc()
         _leave(said, code=2 if mistake else 1, linger=4 * pause)
     over.set()
+    thread.join(5 * pause)
     paths[me].unlink(missing_ok=True)
 
 
@@ -181,6 +191,10 @@ class _Other:
             return self._path.read_text()
         except OSError:
             return ""
+
+    def excuse(self) -> None:
+        """Its silence so far does not count."""
+        self._heard = time.monotonic()
 
     def cause_of_death(self, silence: float) -> str:
         """Why it counts as dead; empty while it lives, or has finished."""

@@ -3,6 +3,7 @@
 import os
 import shlex
 import subprocess
+import time
 
 import pytest
 import yaml
@@ -55,9 +56,11 @@ def test_a_jobset_starts_one_process_a_pod():
     assert (shell, flag) == ("sh", "-c")
     pods = []
     for index in range(spec["completions"]):
-        command = shlex.split(line.replace("$JOB_COMPLETION_INDEX", str(index)))
-        assert command[:3] == ["exec", "python", "train.py"]
-        args, config = train.parse_args(command[3:])
+        command, behind = line.replace("$JOB_COMPLETION_INDEX", str(index)).split(" & ")
+        command = shlex.split(command)
+        assert command[:2] == ["python", "train.py"]
+        args, config = train.parse_args(command[2:])
+        assert f"[ -e {args.workdir}/DONE ]" in behind
         pods.append(args.process_id)
         assert args.multihost and args.num_processes == spec["parallelism"]
         name = job_set["metadata"]["name"]
@@ -68,3 +71,24 @@ def test_a_jobset_starts_one_process_a_pod():
     assert pods == list(range(spec["parallelism"]))
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_drained_pod_fails_unless_the_run_is_finished(tmp_path, finished):
+    """With a stand-in for python that gets SIGTERM, saves, and exits well."""
+    job_set = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
+    pod = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    line = pod["containers"][0]["command"][2].replace("/runs/lm", str(tmp_path))
+    python = tmp_path / "python"
+    saved = f"trap 'touch {tmp_path}/saved; exit 0' TERM"
+    python.write_text(f"#!/bin/sh\n{saved}\ntouch {tmp_path}/up\nwhile :; do sleep 0.05; done\n")
+    python.chmod(0o755)
+    if finished:
+        (tmp_path / "DONE").touch()
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    process = subprocess.Popen(["sh", "-c", line], env=os.environ | {"PATH": path})
+    while not (tmp_path / "up").exists():
+        time.sleep(0.05)
+    process.terminate()
+    assert (process.wait(20) == 0) == finished
+    assert (tmp_path / "saved").exists()
