@@ -20,7 +20,7 @@ import numpy as np
 
 from fastweights.errors import UserError, check
 from fastweights.generation.sampling import NO_TOKEN, SamplingConfig, choose
-from fastweights.generation.weights import for_decoding, join, part, place_rows, unrolled
+from fastweights.generation.weights import for_decoding, join, place_rows, split, unrolled
 from fastweights.model import HybridLM, ModelConfig, abstract_model, bind
 
 
@@ -148,7 +148,7 @@ class Engine:
         return cache, model.unembed(h_B1D)[:, 0]
 
     def _model(self, params: Any) -> HybridLM:
-        return bind(self._graphdef, part(params))
+        return bind(self._graphdef, split(params))
 
     def compile_decode(self) -> None:
         """Compiles what `decode` runs, which else happens when it is first called."""

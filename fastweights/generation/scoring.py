@@ -14,7 +14,7 @@ import numpy as np
 
 from fastweights.errors import check
 from fastweights.generation.engine import Engine, flush_right, round_up
-from fastweights.generation.weights import for_decoding, part, place_rows, unrolled
+from fastweights.generation.weights import for_decoding, place_rows, split, unrolled
 from fastweights.model import ModelConfig, abstract_model, bind
 from fastweights.training.loss import IGNORE, hidden_loss
 
@@ -52,14 +52,14 @@ class Scorer:
         graphdef, _, _ = abstract_model(self.config)
 
         def score(cache, params, tokens_BC, ids_BC, targets_BC):
-            model = bind(graphdef, part(params))
+            model = bind(graphdef, split(params))
             h_BCD, cache = model.hidden(tokens_BC, segment_ids_BT=ids_BC, cache=cache)
             losses = hidden_loss(model, h_BCD, targets_BC, loss_chunk=LOGITS_AT_ONCE)
             missed_B = jnp.any((targets_BC != IGNORE) & ~losses.correct_BT, axis=1)
             return cache, -losses.nll_BT.sum(axis=1), missed_B
 
         def fresh(params):
-            return bind(graphdef, part(params)).init_cache(rows, slots)
+            return bind(graphdef, split(params)).init_cache(rows, slots)
 
         placement = place_rows(self.params, rows)
         placed = placement.of(jax.eval_shape(fresh, self.params))

@@ -95,7 +95,7 @@ def is_joined(params: dict[str, Any]) -> bool:
     return any("joined" in layer for layer in params.get("tail", {}).values())
 
 
-def part(params: dict[str, Any]) -> dict[str, Any]:
+def split(params: dict[str, Any]) -> dict[str, Any]:
     """Undoes `join`, if it did anything, inside a traced function; `Columns` are the kernels."""
     if not is_joined(params):
         return params

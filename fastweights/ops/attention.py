@@ -151,6 +151,7 @@ def _on_slices(arrays, **options) -> jax.Array:
 
 
 def _queries_at_once(batch: int, length: int, heads: int, slots: int) -> int:
+    """As many as a device can have the logits of, in steps of what fills a matrix unit."""
     each = sharding.part(batch, "batch") * sharding.part(heads, "heads") * slots
     if each * length <= LOGITS_AT_ONCE:
         return length
