@@ -142,11 +142,12 @@ def _read(compiled, held, work: float, touched: float, seconds: float, target: T
     """The plan of a compiled program: what it holds by kind, the work of all devices, and how much
     of its memory a device must touch."""
     stats: Any = compiled.memory_analysis()
-    sizes = dict(held)
-    sizes["batch"] = stats.argument_size_in_bytes - sum(sizes.values())
-    sizes["temporaries"] = stats.temp_size_in_bytes
-    # The donated state is both argument and output.
-    sizes["new outputs"] = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    held = held | {
+        "batch": stats.argument_size_in_bytes - sum(held.values()),
+        "temporaries": stats.temp_size_in_bytes,
+        # The donated state is both argument and output.
+        "new outputs": stats.output_size_in_bytes - stats.alias_size_in_bytes,
+    }
 
     work /= len(target.devices)
     text = compiled.as_text() or ""
@@ -162,7 +163,7 @@ def _read(compiled, held, work: float, touched: float, seconds: float, target: T
             sum(size for size, _ in leaving.values()) / BETWEEN_HOSTS,
         ),
     }
-    return Plan(sizes, work, moved, bounds, seconds)
+    return Plan(held, work, moved, bounds, seconds)
 
 
 def _bytes_of(tree, *, whole: bool = False) -> float:
@@ -188,12 +189,12 @@ def _groups(line: str) -> list[np.ndarray]:
     """The devices of each group of a collective; none where it does not say."""
     named = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line)
     if named:
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        inside = re.findall(r"'(\w+)'", named[2])
-        axes = [name for name in sizes if name not in inside] + inside
-        ids = np.arange(np.prod(list(sizes.values()))).reshape(list(sizes.values()))
-        ids = ids.transpose([list(sizes).index(name) for name in axes])
-        return list(ids.reshape(-1, np.prod([sizes[name] for name in inside], dtype=int)))
+        names, counts = zip(*re.findall(r"'(\w+)'=(\d+)", named[1]), strict=True)
+        dims = [int(count) for count in counts]
+        inside = [names.index(name) for name in re.findall(r"'(\w+)'", named[2])]
+        outside = [axis for axis in range(len(dims)) if axis not in inside]
+        ids = np.arange(np.prod(dims)).reshape(dims).transpose(outside + inside)
+        return list(ids.reshape(-1, np.prod([dims[axis] for axis in inside], dtype=int)))
     iota = re.search(r"replica_groups=\[(\d+),\d+\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if iota:
         dims = [int(x) for x in iota[2].split(",")]

@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fastweights import sharding
 
@@ -31,6 +32,37 @@ def obstacle_of_sharding(*arrays: jax.Array) -> str | None:
         return reason
     if any(jax.typeof(x).manual_axis_type.varying for x in arrays):
         return "the kernels know no varying mesh axes, so shard_map needs check_vma=False"
+    return None
+
+
+def obstacle_of_taps(w_WD: jax.Array, block: int, most: int) -> str | None:
+    """Why no kernel of a convolution takes these taps, in half a sentence; None if one does.
+
+    Args:
+      block: channels that a device must have a multiple of.
+      most: taps at most.
+    """
+    taps, channels = w_WD.shape
+    channels = sharding.part(channels, "heads")
+    if channels % block:
+        return f"the kernel takes multiples of {block} channels, and a device has {channels}"
+    return f"the kernel takes up to {most} taps, and these are {taps}" if taps > most else None
+
+
+def obstacle_of_state(initial_state: jax.Array | None) -> str | None:
+    """Why no kernel continues a state, in half a sentence; None if one does."""
+    if initial_state is None or initial_state.dtype == jnp.float32:
+        return None
+    return f"the kernels keep a float32 state, and these inputs ask for {initial_state.dtype}"
+
+
+def obstacle_of_one_token(key_dim: int, value_dim: int, tile: int) -> str | None:
+    """Why no kernel takes one token with these head dims, in half a sentence; None if one does."""
+    if key_dim % tile or value_dim % tile:
+        return (
+            f"the kernel for one token takes head dims that are multiples of {tile}, "
+            f"and these are {key_dim} and {value_dim}"
+        )
     return None
 
 

@@ -4,6 +4,8 @@ Shapes, dtypes and options are refused while tracing (all cases run under `eval_
 where they are known, or under `checkify`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -215,8 +217,9 @@ def test_a_state_pair_belongs_to_the_normaliser():
 
 def test_a_gate_that_is_no_array_is_named():
     q, k, v = (jnp.zeros(shape) for shape in HEADS.values())
+    beta: Any = 0.5
     with pytest.raises(UserError, match=r"^delta_rule: beta must be an array, got float"):
-        ops.delta_rule(q, k, v, 0.5)  # type: ignore[arg-type]
+        ops.delta_rule(q, k, v, beta)
 
 
 def test_a_state_that_is_no_array_is_named():

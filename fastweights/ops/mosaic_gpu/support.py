@@ -6,8 +6,13 @@ Shapes: B batch, T tokens, H query/key heads, G value heads, K key dim, V value 
 import jax
 import jax.numpy as jnp
 
-from fastweights import sharding
-from fastweights.ops.kernels import meant_device, obstacle_of_sharding
+from fastweights.ops.kernels import (
+    meant_device,
+    obstacle_of_one_token,
+    obstacle_of_sharding,
+    obstacle_of_state,
+    obstacle_of_taps,
+)
 
 MAX_KEY_DIM, MAX_VALUE_DIM = 256, 256
 CHANNELS = 128  # a block of the convolution
@@ -37,13 +42,7 @@ def convolution_obstacle(x_BTD: jax.Array, w_WD: jax.Array) -> str | None:
         return reason
     if x_BTD.dtype != jnp.bfloat16:
         return f"the kernel takes bfloat16, and x is {x_BTD.dtype}"
-    taps, channels = w_WD.shape
-    channels = sharding.part(channels, "heads")
-    if channels % CHANNELS:
-        return f"the kernel takes multiples of {CHANNELS} channels, and a device has {channels}"
-    if taps > MAX_TAPS:
-        return f"the kernel takes up to {MAX_TAPS} taps, and these are {taps}"
-    return None
+    return obstacle_of_taps(w_WD, CHANNELS, MAX_TAPS)
 
 
 def obstacle(
@@ -71,17 +70,13 @@ def obstacle(
     for name, x in (("q", q_BTHK), ("k", k_BTHK), ("v", v_BTGV)):
         if x.dtype not in kinds:
             return f"the kernels take bfloat16, and {name} is {x.dtype}"
-    if initial_state is not None and initial_state.dtype != jnp.float32:
-        return f"the kernels keep a float32 state, and these inputs ask for {initial_state.dtype}"
+    reason = obstacle_of_state(initial_state)
+    if reason is not None:
+        return reason
     key_dim, value_dim = q_BTHK.shape[-1], v_BTGV.shape[-1]
     if key_dim > MAX_KEY_DIM or value_dim > MAX_VALUE_DIM:
         return (
             f"the kernels take key dims up to {MAX_KEY_DIM} and value dims up to {MAX_VALUE_DIM}, "
             f"and these are {key_dim} and {value_dim}"
         )
-    if one_token and (key_dim % TILE or value_dim % TILE):
-        return (
-            f"the kernel for one token takes head dims that are multiples of {TILE}, "
-            f"and these are {key_dim} and {value_dim}"
-        )
-    return None
+    return obstacle_of_one_token(key_dim, value_dim, TILE) if one_token else None
