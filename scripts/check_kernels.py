@@ -15,6 +15,7 @@ import argparse
 import concurrent.futures
 import functools
 import time
+import unittest.mock
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from fastweights import cli, errors, ops  # noqa: E402
-from fastweights.ops import chunked, reference  # noqa: E402
+from fastweights.ops import attention, chunked, reference  # noqa: E402
 from fastweights.ops.mosaic_gpu import decode, rule, support  # noqa: E402
 
 NAMES = ("dq", "dk", "dv", "dg", "dbeta", "dstate")
@@ -261,6 +262,29 @@ def check_convolution(taps: int, bias: bool, packed: bool, unit: bool) -> tuple[
     return same and max(errors[:2]) < 5e-3 and max(errors[2:]) < 1e-5, line
 
 
+def check_attention() -> tuple[bool, str]:
+    """Packed rows through cuDNN, with one mask and with one a block of queries; against float64."""
+    rng = np.random.default_rng(0)
+    B, T, H, J, K = 2, 1000, 4, 2, 128
+    x = [jnp.asarray(rng.standard_normal((B, T, n, K)), jnp.bfloat16) for n in (H, J, J, H)]
+    ids = jnp.asarray(np.cumsum(rng.random((B, T)) < 0.01, axis=1) + 1).at[:, 5:9].set(0)
+
+    def everything(implementation, q, k, v, do):
+        attend = functools.partial(
+            ops.softmax_attention, segment_ids=ids, implementation=implementation
+        )
+        o, pull = jax.vjp(attend, q, k, v)
+        return o, *pull(do)
+
+    want = everything("xla", *(a.astype(jnp.float64) for a in x))
+    found = []
+    for masks in (attention.MASK_AT_ONCE, B * T * attention.FEWEST_QUERIES):
+        with unittest.mock.patch.object(attention, "MASK_AT_ONCE", masks):
+            got = everything("cudnn", *x)
+        found += [relative(a, b) for a, b in zip(got, want, strict=True)]
+    return max(found) < 1e-2, " ".join(f"{error:.1e}" for error in found)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Checks the Hopper kernels.")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name has the text")
@@ -285,6 +309,7 @@ def main() -> int:
     ):
         name = f"convolution, {taps} taps{', bias' * bias}{', packed' * packed}{', unit' * unit}"
         calls[name] = functools.partial(check_convolution, taps, bias, packed, unit)
+    calls["attention"] = check_attention
     if args.only:
         calls = {n: c for n, c in calls.items() if any(text in n for text in args.only)}
         errors.check(calls, f"No case has any of {args.only} in its name; leave out --only.")

@@ -20,8 +20,10 @@ from fastweights.ops.checks import check_segments
 from fastweights.ops.mosaic_gpu.support import on_hopper
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn")
-# Of a device, in the XLA form; beyond, queries come in blocks. 256 MiB in float32.
+# Of a device; beyond, queries come in blocks. In the XLA form logits, 256 MiB in float32; cuDNN
+# makes none, but its mask has 3 bytes an entry.
 LOGITS_AT_ONCE = 2**26
+MASK_AT_ONCE = 2**29
 FEWEST_QUERIES = 128  # of a block: fewer would not fill a matrix unit
 
 
@@ -74,11 +76,11 @@ def softmax_attention(
         segment_ids every query may see every filled slot.
       q_positions: int [B, T], place of each query in the order of the keys; 0..T-1 by default.
       kv_positions: int [B, S], place of each key; 0..S-1 by default.
-      implementation: "auto", "xla" or "cudnn". Both are `jax.nn.dot_product_attention`, "xla" for
-        some queries at a time where the logits of all would take much memory. "auto" takes cuDNN
-        on NVIDIA GPUs for 16-bit inputs with equal head dims it supports. Packed rows and caches
-        go through a boolean mask [B, 1, T, S], which cuDNN reads too; plain causal attention,
-        windowed or not, never builds a mask there.
+      implementation: "auto", "xla" or "cudnn". Both are `jax.nn.dot_product_attention`, for some
+        queries at a time where the logits of all, or cuDNN's mask, would take much memory. "auto"
+        takes cuDNN on NVIDIA GPUs for 16-bit inputs with equal head dims it supports. Packed rows
+        and caches go through a boolean mask [B, 1, T, S], which cuDNN reads too; plain causal
+        attention, windowed or not, never builds a mask there.
 
     Returns:
       o_BTHV in v's dtype.
@@ -123,15 +125,16 @@ def softmax_attention(
     given = (segment_ids, kv_segment_ids, q_positions, kv_positions)
     # Plain causal attention needs no mask array: cuDNN skips what a causal window hides.
     plain = all(x is None for x in (logit_cap, *given))
-    places = None if plain else _find_places((batch, length, slots), *given)
-    at_once = _queries_at_once(batch, length, heads, slots) if backend == "xla" else length
-    if at_once < length:
-        places = places or _find_places((batch, length, slots), *given)
-        o_BTHV = _in_blocks(attend, q, k, v, places, at_once)
-    elif backend == "cudnn" and segment_ids is not None and all(x is None for x in given[1:]):
-        o_BTHV = _without_mask_if_whole(attend, q, k, v, places, segment_ids)
+    at_once = _queries_at_once(backend, batch, length, heads, slots)
+    whole = at_once >= length
+    if plain and (whole or backend == "cudnn"):
+        return attend(q, k, v, None).astype(v_BSJV.dtype)
+    places = _find_places((batch, length, slots), *given)
+    masked = attend if whole else functools.partial(_in_blocks, attend, rows=at_once)
+    if backend == "cudnn" and segment_ids is not None and all(x is None for x in given[1:]):
+        o_BTHV = _without_mask_if_whole(attend, masked, q, k, v, places, segment_ids)
     else:
-        o_BTHV = attend(q, k, v, places)
+        o_BTHV = masked(q, k, v, places)
     return o_BTHV.astype(v_BSJV.dtype)
 
 
@@ -150,12 +153,15 @@ def _on_slices(arrays, **options) -> jax.Array:
     return sharding.on_each_device(run, arrays, axes, (heads,))[0]
 
 
-def _queries_at_once(batch: int, length: int, heads: int, slots: int) -> int:
-    """As many as a device can have the logits of, in steps of what fills a matrix unit."""
-    each = sharding.part(batch, "batch") * sharding.part(heads, "heads") * slots
-    if each * length <= LOGITS_AT_ONCE:
+def _queries_at_once(backend: str, batch: int, length: int, heads: int, slots: int) -> int:
+    """As many as a device has room for, in steps of what fills a matrix unit."""
+    each = sharding.part(batch, "batch") * slots
+    most = MASK_AT_ONCE
+    if backend == "xla":
+        each, most = each * sharding.part(heads, "heads"), LOGITS_AT_ONCE
+    if each * length <= most:
         return length
-    return max(FEWEST_QUERIES, LOGITS_AT_ONCE // each // FEWEST_QUERIES * FEWEST_QUERIES)
+    return max(FEWEST_QUERIES, most // each // FEWEST_QUERIES * FEWEST_QUERIES)
 
 
 def _in_blocks(attend: Callable, q_BTHK, k_BSJK, v_BSJV, places: Places, rows: int) -> jax.Array:
@@ -187,7 +193,7 @@ def _in_blocks(attend: Callable, q_BTHK, k_BSJK, v_BSJV, places: Places, rows: i
     return o_BTHV[:, :length]
 
 
-def _without_mask_if_whole(attend, q, k, v, places: Any, segment_ids) -> jax.Array:
+def _without_mask_if_whole(attend, masked, q, k, v, places: Any, segment_ids) -> jax.Array:
     """Where all rows turn out to be one document each, the mask says nothing and costs much.
 
     Which it is shows at run time. Checkpointed, for a `cond` keeps the residuals of both branches.
@@ -197,7 +203,7 @@ def _without_mask_if_whole(attend, q, k, v, places: Any, segment_ids) -> jax.Arr
     @jax.checkpoint
     def choose(places, *tensors):
         return jax.lax.cond(
-            whole, lambda *x: attend(*x, None), lambda *x: attend(*x, places), *tensors
+            whole, lambda *x: attend(*x, None), lambda *x: masked(*x, places), *tensors
         )
 
     return choose(places, q, k, v)

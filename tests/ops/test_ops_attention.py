@@ -12,12 +12,14 @@ from fastweights import ops
 from fastweights.ops import attention
 
 
-@pytest.fixture(autouse=True, params=(attention.LOGITS_AT_ONCE, 1), ids=("whole", "blocks"))
+@pytest.fixture(autouse=True, params=(False, True), ids=("whole", "blocks"))
 def blocks(request, monkeypatch):
     """All queries at once, and eight at a time."""
-    monkeypatch.setattr(attention, "LOGITS_AT_ONCE", request.param)
+    if request.param:
+        monkeypatch.setattr(attention, "LOGITS_AT_ONCE", 1)
+        monkeypatch.setattr(attention, "MASK_AT_ONCE", 1)
     monkeypatch.setattr(attention, "FEWEST_QUERIES", 8)
-    return request.param == 1
+    return request.param
 
 
 def arrays(seed=0, *, B=2, T=23, S=None, H=6, J=2, K=5, V=7):
@@ -134,8 +136,11 @@ def test_logit_cap_never_goes_to_cudnn(monkeypatch):
 
 
 @pytest.mark.parametrize("ids", (SEGMENTS, np.ones_like(SEGMENTS)), ids=("packed", "whole"))
-def test_rows_of_one_document_need_no_mask_on_a_gpu(monkeypatch, ids):
-    """The choice at run time, with cuDNN's place taken by XLA; values and gradients."""
+def test_rows_of_one_document_need_no_mask_on_a_gpu(monkeypatch, ids, blocks):
+    """The choice at run time, with cuDNN's place taken by XLA; values and gradients.
+
+    Where there is a mask, it is of some queries at a time.
+    """
     x = [jnp.asarray(arrays()[name]) for name in "qkv"]
 
     def loss(*x):
@@ -146,13 +151,13 @@ def test_rows_of_one_document_need_no_mask_on_a_gpu(monkeypatch, ids):
 
     def stand_in(*x, mask, implementation, **options):
         assert implementation == "cudnn"
-        masks.append(mask is not None)
+        masks.append(None if mask is None else mask.shape[2])
         return original(*x, mask=mask, implementation="xla", **options)
 
     monkeypatch.setattr(attention, "_cudnn_takes", lambda *_: True)
     monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
     got = jax.value_and_grad(loss, (0, 1, 2))(*x)
-    assert set(masks) == {True, False}
+    assert set(masks) == {None, 8 if blocks else SEGMENTS.shape[1]}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), got, want)
 
 
