@@ -81,6 +81,11 @@ class Config:
             f"balance_loss is {self.balance_loss} but model.mlp is '{self.model.mlp}', which has "
             "no experts to balance; set it to 0.",
         )
+        check(
+            self.model.decoder == self.data.decoder,
+            f"model.decoder is '{self.model.decoder}' but data.kind is '{self.data.kind}', whose "
+            f"models have '{self.data.decoder}'; set model.decoder={self.data.decoder}.",
+        )
         check(self.steps < 2**31, f"steps is {self.steps}; it must be less than 2**31.")
         evals.check_fits(self.eval.final, self.data)
         if self.eval.every:

@@ -147,6 +147,11 @@ def _mlp(config: ModelConfig, layer: int, *, active: bool = False) -> int:
     return 3 * config.d_model * config.mlp_width if kind == "swiglu" else 0
 
 
+def _decoder(config: ModelConfig) -> int:
+    """Parameters of the decoder's matrices."""
+    return 0 if config.decoder == "none" else 2 * config.d_model**2
+
+
 def active_params(config: ModelConfig) -> int:
     """Parameters that one token meets: all but those of the experts it does not go through."""
     idle = sum(_mlp(config, i) - _mlp(config, i, active=True) for i in range(config.num_layers))
@@ -158,7 +163,8 @@ def param_counts(config: ModelConfig) -> dict[str, int]:
 
     Returns:
       "embed", "mixer_<letter>" for each letter of the pattern (all its layers together), "mlp"
-      (experts included), "norms" (those on the residual stream), "head" (0 when tied) and "total".
+      (experts included), "norms" (those on the residual stream), "decoder", "head" (0 when tied)
+      and "total".
     """
     D, letters = config.d_model, config.layout.letters
     counts = {"embed": config.vocab_size * D}
@@ -166,6 +172,7 @@ def param_counts(config: ModelConfig) -> dict[str, int]:
         counts[f"mixer_{letter}"] = layers * _mixer(config, letter).params
     counts["mlp"] = sum(_mlp(config, i) for i in range(len(letters)))
     counts["norms"] = D * (len(letters) * (1 if config.mlp == "none" else 2) + 1)
+    counts["decoder"] = _decoder(config) + (2 * D if config.decoder != "none" else 0)
     counts["head"] = 0 if config.tie_embeddings else config.vocab_size * D
     return counts | {"total": sum(counts.values())}
 
@@ -193,7 +200,7 @@ def forward_flops_per_token(config: ModelConfig, length: int) -> float:
     check(length >= 1, f"FLOPs are asked for a length of {length} tokens; give at least 1.")
     letters = config.layout.letters
     mlps = sum(_mlp(config, i, active=True) for i in range(len(letters)))
-    flops = 2.0 * (config.vocab_size * config.d_model + mlps)
+    flops = 2.0 * (config.vocab_size * config.d_model + mlps + _decoder(config))
     for letter, layers in collections.Counter(letters).items():
         mixer = _mixer(config, letter)
         conv = 2 * mixer.conv_size * mixer.conv_channels

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fastweights.blocks import Blocks, stack
+from fastweights.decoder import PositionDecoder
 from fastweights.errors import check
 from fastweights.mixers import MIXERS, MixerConfigs
 from fastweights.mixers.experts import ExpertsConfig
@@ -36,6 +37,7 @@ from fastweights.sharding import constrain
 
 MLPS = ("swiglu", "none", "moe")
 NORMS = ("centred", "plain")
+DECODERS = ("none", "positions")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Of the logits before training: wide enough to learn from at once, small beside ln V.
 INITIAL_LOGIT_STD = 0.5
@@ -66,6 +68,8 @@ class ModelConfig:
       mlp: after every mixer "swiglu", "moe" (a mixture of experts) or "none".
       mlp_dim: hidden width of the MLP; 0 takes 8/3 D, rounded up to a multiple of 64.
       moe: options of the mixture of experts.
+      decoder: "positions" has each document's last token alone give back all its tokens
+        (`PositionDecoder`), as the task of compression asks; "none" for language models.
       tie_embeddings: use the embedding as the head too.
       norm: weights of the norms on the residual stream, "centred" (1 + w) or "plain" (w).
       norm_eps: epsilon of every RMSNorm.
@@ -86,6 +90,7 @@ class ModelConfig:
     mlp: str = "swiglu"
     mlp_dim: int = 0
     moe: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
+    decoder: str = "none"
     tie_embeddings: bool = True
     norm: str = "centred"
     norm_eps: float = 1e-6
@@ -102,6 +107,7 @@ class ModelConfig:
         for name, choices in (
             ("mlp", MLPS),
             ("norm", NORMS),
+            ("decoder", DECODERS),
             ("dtype", DTYPES),
             ("param_dtype", DTYPES),
             ("remat", tuple(REMAT_POLICIES)),
@@ -176,12 +182,18 @@ class HybridLM(nnx.Module):
         if layout.tail:
             first = layout.num_groups * len(layout.group)
             self.tail = Blocks(layout.tail, config, rngs=rngs, first=first)
-        self.final_norm = RMSNorm(
-            config.d_model,
-            eps=config.norm_eps,
-            param_dtype=param_dtype,
-            centred=config.norm == "centred",
+        norm: dict[str, Any] = dict(
+            eps=config.norm_eps, param_dtype=param_dtype, centred=config.norm == "centred"
         )
+        if config.decoder == "positions":
+            self.decoder = PositionDecoder(
+                config.d_model,
+                norm=norm,
+                dtype=jnp.dtype(config.dtype),
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+        self.final_norm = RMSNorm(config.d_model, **norm)
         if not config.tie_embeddings:
             self.head = nnx.Param(
                 normal(rngs.params(), shape[::-1], param_dtype), logical_axes=("embed", "vocab")
@@ -209,7 +221,7 @@ class HybridLM(nnx.Module):
         positions_BT: jax.Array | None = None,
         cache: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """The stream after the final norm.
+        """The stream after decoder, if there is one, and final norm.
 
         Args:
           tokens_BT: int token ids; one outside the vocabulary gives NaN, but for padding.
@@ -269,6 +281,8 @@ class HybridLM(nnx.Module):
                 nnx.to_pure_dict(state), x_BTD, *context, None if cache is None else cache["tail"]
             )
             balances.append(balance)
+        if self.config.decoder == "positions":
+            x_BTD = constrain(self.decoder(x_BTD, *context), "batch", "tokens", None)
         balances = [jnp.ravel(balance) for balance in balances if balance is not None]
         balance = jnp.mean(jnp.concatenate(balances)) if balances else None
         return self.final_norm(x_BTD), None if cache is None else next_cache, balance

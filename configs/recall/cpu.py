@@ -7,6 +7,7 @@
     small      16 pairs in 64 tokens and a state of 256 numbers a layer
     overwrite  8 pairs of which 4 are written again, anywhere between
     copy       4 of 32 tokens in order; palindrome: 8 tokens in reverse
+    compression  7 tokens out of the last one's vector, for 200 steps
     parity     and s3: a running state, trained at 32 tokens and read to 256
 
 Width 48 (32 for parity and S3), one or two layers, no MLP. A run that recalls 99.5 % ends. `a` is
@@ -36,6 +37,7 @@ RUNS = {
     "small": dict.fromkeys(("GA", "AG", "aa", "GG"), 3e-3),
     "overwrite": {"aa": 3e-3, "DD": 3e-3, "GG": 1e-2},
     "copy": dict.fromkeys(("GA", "aa"), 3e-3),
+    "compression": {"aa": 3e-3},
     "palindrome": dict.fromkeys(("GA", "aa"), 3e-3),
     "parity": dict.fromkeys(("D", "D2", "G2", "A"), 1e-2),
     "s3": dict.fromkeys(("D", "D2"), 1e-2),
@@ -75,6 +77,9 @@ def get_config(arg: str | None = None) -> ConfigDict:
         data.kind, task = "mqar_overwrite", {}
     elif options.task == "copy":
         data.kind, task = "selective_copy", dict(train=((32, 4, 1.0),), test=((32, 4),))
+    elif options.task == "compression":
+        config.steps, model.decoder = 200, "positions"
+        data.kind, task = "compression", dict(train=((8, 1.0),), test=(8,), vocab_size=8)
     elif options.task == "palindrome":
         data.kind, task = "palindrome", dict(train=((16, 1.0),), test=(16,))
     else:
@@ -144,6 +149,7 @@ def claims():
         yield Claim(f"task=overwrite,layers={layers}", "T40_K8_U4", low=0.98, source=OURS)
     for layers in ("GA", "aa"):
         yield Claim(f"task=copy,layers={layers}", "T32_C4", low=0.99, source=OURS)
+    yield Claim("task=compression,layers=aa", "T8", low=0.35, source=OURS)
     yield Claim("task=palindrome,layers=aa", "T16", low=0.99, source=OURS)
     yield Claim("task=palindrome,layers=GA", "T16", low=0.95, source=OURS)
     for length in LENGTHS:

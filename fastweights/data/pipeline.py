@@ -92,6 +92,9 @@ class DataConfig:
         default_factory=tasks.FuzzyRecallConfig
     )
     memorize: tasks.MemorizeConfig = dataclasses.field(default_factory=tasks.MemorizeConfig)
+    compression: tasks.CompressionConfig = dataclasses.field(
+        default_factory=tasks.CompressionConfig
+    )
     selective_copy: tasks.SelectiveCopyConfig = dataclasses.field(
         default_factory=tasks.SelectiveCopyConfig
     )
@@ -130,6 +133,11 @@ class DataConfig:
         parts = [self.task.part(*entry[:-1]) for entry in self.task.train]
         most = max(self.length // part.length * self.task.answers(part) for part in parts)
         return most if most < self.length else 0
+
+    @property
+    def decoder(self) -> str:
+        """The `ModelConfig.decoder` that these data ask for."""
+        return "none" if self.kind == TEXT else self.task.DECODER
 
     @property
     def task(self) -> TaskConfig:

@@ -55,8 +55,13 @@ def answer_age(batch: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def check_fits(data: DataConfig) -> None:
-    """Raises `UserError` unless the data are a task."""
+    """Raises `UserError` unless the data are a task that asks after its tokens."""
     check(
         data.kind in TASKS,
         f"data.kind is '{data.kind}', which has no answers of an age; the eval age needs a task.",
+    )
+    check(
+        data.decoder == "none",
+        f"data.kind is '{data.kind}', which asks for all tokens at once and none at an age; leave "
+        "the eval age out.",
     )

@@ -13,13 +13,23 @@ import jax
 import jax.numpy as jnp
 
 from fastweights import sharding
+from fastweights.errors import check
 from fastweights.mixers.layers import Columns
 from fastweights.model import ModelConfig
 from fastweights.training.optim import MATRICES
 
 
 def unrolled(config: ModelConfig) -> ModelConfig:
-    """The same model with all layers in the unrolled tail and no scanned group."""
+    """The same model with all layers in the unrolled tail and no scanned group.
+
+    Raises:
+      UserError: the model has a decoder, and so no next token.
+    """
+    check(
+        config.decoder == "none",
+        f"model.decoder is '{config.decoder}', which gives back what has been read and foretells "
+        "no next token; generate and score texts with a model without a decoder.",
+    )
     # A pattern longer than the depth fills no whole group.
     return dataclasses.replace(config, pattern=config.layout.letters * 2, remat="none")
 

@@ -70,7 +70,7 @@ def _essence(config: ModelConfig) -> dict[str, Any]:
     letters, kinds = config.layout.letters, [config.mlp_kind(i) for i in range(config.num_layers)]
     found: dict[str, Any] = {
         f"model.{name}": getattr(config, name)
-        for name in ("vocab_size", "d_model", "tie_embeddings", "norm_eps")
+        for name in ("vocab_size", "d_model", "decoder", "tie_embeddings", "norm_eps")
     }
     found |= {"model.pattern": letters, "model.mlp": kinds}
     found["model.post_norm"] = "".join(sorted(set(config.post_norm) & set(letters)))

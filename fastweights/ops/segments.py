@@ -49,6 +49,20 @@ def find_documents(segment_ids_BT: jax.Array) -> Documents:
     return Documents(jnp.cumsum(begins_BT, axis=1, dtype=jnp.int32), valid_BT)
 
 
+def last_of_document(segment_ids_BT: jax.Array) -> jax.Array:
+    """int32 [B, T]: where the last real token of each token's document stands.
+
+    Padding belongs to the document of the real token before it, or to the first one.
+    """
+    index_BT, valid_BT = find_documents(segment_ids_BT)
+    place_BT = jax.lax.broadcasted_iota(jnp.int32, segment_ids_BT.shape, 1)
+    real_BT = jax.lax.cummax(jnp.where(valid_BT, place_BT, 0), axis=1)
+    ends_BT = jnp.pad(index_BT[:, 1:] != index_BT[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    far = segment_ids_BT.shape[1]
+    # The nearest end from here on, with the last real token up to there: both grow with the place.
+    return jax.lax.cummin(jnp.where(ends_BT, real_BT, far), axis=1, reverse=True)
+
+
 def select_real(x: jax.Array, valid_BT: jax.Array) -> jax.Array:
     """Puts zeros where there is padding, in the value and in the gradient.
 

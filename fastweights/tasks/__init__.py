@@ -21,6 +21,7 @@ from fastweights.tasks.copying import PalindromeConfig, SelectiveCopyConfig, Sta
 from fastweights.tasks.hops import KHopConfig
 from fastweights.tasks.lookup import NIAHConfig, PhonebookConfig
 from fastweights.tasks.mad import (
+    CompressionConfig,
     FuzzyRecallConfig,
     InContextRecallConfig,
     MemorizeConfig,
@@ -41,6 +42,7 @@ TASKS: dict[str, type[TaskConfig]] = {
         NoisyRecallConfig,
         FuzzyRecallConfig,
         MemorizeConfig,
+        CompressionConfig,
         SelectiveCopyConfig,
         PalindromeConfig,
         StackConfig,
@@ -59,6 +61,7 @@ __all__ = [
     "TASKS",
     "Batch",
     "ComposedConfig",
+    "CompressionConfig",
     "FuzzyRecallConfig",
     "InContextRecallConfig",
     "KHopConfig",

@@ -75,6 +75,8 @@ class TaskConfig:
       test_seed: seed of the evaluation stream. It is not the run's seed, so all runs are scored on
         the same examples.
 
+    DECODER is the `ModelConfig.decoder` that a model of this task must have.
+
     A class names its `KINDS` of answers, if they are to be scored apart too, and its `CHEATERS`:
     guesses of solvers.py that know nothing of the context and may not score above 1.2 x chance.
 
@@ -89,6 +91,7 @@ class TaskConfig:
     ENTRY: ClassVar[tuple[str, ...]] = ("length",)
     KINDS: ClassVar[tuple[str, ...]] = ()
     CHEATERS: ClassVar[tuple[str, ...]] = ("majority", "position", "unigram")
+    DECODER: ClassVar[str] = "none"
 
     train: tuple[tuple[Any, ...], ...]
     test: tuple[Any, ...]

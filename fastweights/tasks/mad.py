@@ -1,13 +1,13 @@
-"""Recall and memorisation after MAD (Poli et al. 2024, arXiv:2403.17844), with per-token scores.
+"""Recall, memorisation and compression after MAD (Poli et al. 2024, arXiv:2403.17844), per token.
 
     in_context_recall   k1 v3 k2 v1 k1 v3 ...      a key that stood before asks for its value
     noisy_recall        the same with tokens of no meaning strewn between the pairs
     fuzzy_recall        keys and values are motifs of one to three tokens
     memorize            k1 . k7 . ...              the value is in the training data, never in sight
+    compression         a b c |                    targets a b c, out of the stream at the bar alone
 
-The sequence shows the answers after they were asked for, so it teaches while it tests. (MAD's
-selective copying is in copying.py. Its compression task needs a decoder of its own behind the
-model and is not a question about a sequence, so it is not here.)
+Where recall is asked for, the sequence shows the answers afterwards, so it teaches while it tests.
+MAD's selective copying is in copying.py.
 
 Array legend: N examples, T tokens, P pairs, U units (pairs and noise), K keys, M motifs.
 """
@@ -223,3 +223,43 @@ class MemorizeConfig(TaskConfig):
         tokens_NT = xp.pad(interleave(draws, keys_NP, xp.zeros_like(keys_NP)), rest)
         targets_NT = interleave(draws, answers_NP, xp.full_like(answers_NP, -1))
         return tokens_NT, xp.pad(targets_NT, rest, constant_values=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionConfig(TaskConfig):
+    """Entries are lengths: random tokens, then the bar V - 1.
+
+    The model's decoder is told a position and the stream at the bar, and must say what stood there.
+    It never sees the token itself, so the cheater that does is not one. Unlike MAD, the bar is not
+    asked for: it is always the same.
+    """
+
+    NAME: ClassVar[str] = "compression"
+    CHEATERS: ClassVar[tuple[str, ...]] = ("majority", "position")
+    DECODER: ClassVar[str] = "positions"
+
+    vocab_size: int = 16
+    train: tuple[tuple[int, float], ...] = ((32, 1.0),)
+    test: tuple[int, ...] = (32,)
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(
+            self.vocab_size >= 3,
+            f"compression.vocab_size is {self.vocab_size}; it must be at least 3.",
+        )
+
+    def check_entry(self, field: str, length: int) -> None:
+        check(length >= 2, f"compression.{field} has the length {length}; it must be at least 2.")
+
+    def part(self, length: int) -> Slice:
+        return Slice(length, choices=self.vocab_size - 1)
+
+    def answers(self, part: Slice) -> int:
+        return part.length - 1
+
+    def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
+        items_NP = draws.integers(0, self.vocab_size - 1, (count, part.length - 1))
+        end = ((0, 0), (0, 1))
+        tokens_NT = draws.xp.pad(items_NP, end, constant_values=self.vocab_size - 1)
+        return tokens_NT, draws.xp.pad(items_NP, end, constant_values=-1)

@@ -96,6 +96,10 @@ def _memorize(config: mad.MemorizeConfig, tokens: list[int]) -> list[int]:
     return [int(config.value_of[token]) if token else -1 for token in tokens]
 
 
+def _compression(config: mad.CompressionConfig, tokens: list[int]) -> list[int]:
+    return [*tokens[:-1], -1]
+
+
 def _selective_copy(config: copying.SelectiveCopyConfig, tokens: list[int]) -> list[int]:
     prompt = config.vocab_size - 1
     items = [token for token in tokens if token not in (0, prompt)]
@@ -214,6 +218,7 @@ ORACLES: dict[str, Oracle] = {
     "noisy_recall": _in_context,
     "fuzzy_recall": _fuzzy,
     "memorize": _memorize,
+    "compression": _compression,
     "selective_copy": _selective_copy,
     "palindrome": _palindrome,
     "stack": _stack,

@@ -44,6 +44,13 @@ def generated(engine, prompts, first_index=0) -> np.ndarray:
     return np.concatenate(list(engine.generate(prompts, first_index)), axis=1)
 
 
+@pytest.mark.parametrize("make", [Engine, Scorer])
+def test_a_decoder_is_not_asked_for_a_next_token(make):
+    sizes = dict(prompt_length=8, new_tokens=4) if make is Engine else dict(length=8)
+    with pytest.raises(UserError, match=r"decoder is 'positions', .* foretells no next token"):
+        make(tiny_models.config(decoder="positions"), params(), rows=1, **sizes)
+
+
 def test_prefill_and_decode_of_600_tokens_equal_the_full_forward(alone):
     """Every token is the full pass' most likely one; last logits and all states are its own."""
     (prompt, *_) = PROMPTS

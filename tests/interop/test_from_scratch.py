@@ -91,6 +91,10 @@ def test_what_is_fragile_stays_wide(tmp_path):
             r"Mamba-2 being the nearest .*: model.mlp is \['swiglu', 'swiglu'\] where Mamba-2 has",
         ),
         (
+            tiny_models.config("GA", 2, decoder="positions"),
+            r"model.decoder is 'positions' where Qwen3.5 has 'none'",
+        ),
+        (
             tiny_models.config("GA", 2, post_norm="G"),
             r"model.post_norm is 'G' where Qwen3.5 has ''",
         ),

@@ -39,14 +39,15 @@ CONFIGS = [
     tiny_models.config(
         "GL", 2, mlp="moe", moe=dataclasses.replace(tiny_models.EXPERTS, shared_dim=0)
     ),
+    tiny_models.config("D", 1, decoder="positions"),
 ]
 
 
 def part_of(path, letters):
     """The part that a parameter counts under, from its place in the tree."""
     names = [key.key for key in path]
-    if names[0] in ("embedding", "head"):
-        return {"embedding": "embed", "head": "head"}[names[0]]
+    if names[0] in ("embedding", "head", "decoder"):
+        return {"embedding": "embed"}.get(names[0], names[0])
     if names[-2].endswith("norm") and names[-2] in ("mixer_norm", "mlp_norm", "final_norm"):
         return "norms"
     if names[2] == "mlp":
@@ -161,6 +162,12 @@ def test_flops_are_those_of_matrices_and_memory(letter, memory):
     expected = 2 * matrices + 2 * conv + memory
     assert flops.forward_flops_per_token(cfg, 5) == pytest.approx(expected)
     assert flops.train_flops_per_token(cfg, 5) == pytest.approx(3 * expected)
+
+
+def test_a_decoder_costs_its_two_matrices():
+    with_one, without = (tiny_models.config("D", 1, decoder=d) for d in ("positions", "none"))
+    extra = flops.forward_flops_per_token(with_one, 8) - flops.forward_flops_per_token(without, 8)
+    assert extra == 2 * 2 * 16 * 16
 
 
 def test_an_untied_head_costs_what_a_tied_one_does():

@@ -236,6 +236,7 @@ def test_mlp_width(d_model, mlp, mlp_dim, width):
         (dict(param_dtype="bf16"), r"param_dtype is 'bf16'; choose one of bfloat16"),
         (dict(remat="half"), r"remat is 'half'; choose one of none, full, dots, names"),
         (dict(norm_eps=0.0), r"norm_eps is 0.0; give a positive number"),
+        (dict(decoder="positon"), r"decoder is 'positon'; choose one of none, positions"),
         (dict(norm="rms"), r"norm is 'rms'; choose one of centred, plain"),
         (dict(post_norm="AX"), r"post_norm is 'AX'; give letters out of A, W"),
     ],

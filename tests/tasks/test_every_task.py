@@ -225,6 +225,8 @@ def test_overwritten_keys_are_told_from_untouched_ones_and_stand_anywhere():
         (lambda: tasks.NoisyRecallConfig(vocab_size=18), "no two keys .* 16 noise_tokens"),
         (lambda: tasks.FuzzyRecallConfig(vocab_size=20), "vocab_size is 20; .* multiple of 16"),
         (lambda: tasks.MemorizeConfig(vocab_size=2), "memorize has vocab_size 2"),
+        (lambda: tasks.CompressionConfig(vocab_size=2), "vocab_size is 2; .* at least 3"),
+        (lambda: tasks.CompressionConfig(test=(1,)), "length 1; it must be at least 2"),
         (lambda: tasks.SelectiveCopyConfig(test=((64, 40),)), "copies 40 tokens in 64"),
         (lambda: tasks.PalindromeConfig(test=(33,)), "length 33; it must be even"),
         (lambda: tasks.StackConfig(stacks=0), "stack has 0 stacks"),

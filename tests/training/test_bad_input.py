@@ -60,6 +60,10 @@ def command(workdir: pathlib.Path, *overrides: str, spec: str = TINY) -> list[st
         ("model.mixers.G.num_qk_heads=3", "num_qk_heads"),
         ("model.vocab_size=20", "data use 32 token ids but the model's vocab_size is 20"),
         ("data.kind=mnist", "data.kind is 'mnist'; it must be one of"),
+        (
+            "model.decoder=positions",
+            "'positions' but data.kind is 'mqar', whose models have 'none'",
+        ),
         ("data.length=8", "mqar.train has a slice of length 16 but the row length is 8"),
         ("eval.final=recal", "eval 'recal' does not exist; known: recall"),
         ("log.wandb=maybe", "log.wandb is 'maybe'; use disabled, offline or online"),
