@@ -1,6 +1,7 @@
 """The processes of one run: joining them, watching them, and ending them together."""
 
 import contextlib
+import ctypes
 import os
 import pathlib
 import signal
@@ -113,8 +114,7 @@ def watch(workdir: pathlib.Path, silence: float) -> Iterator[None]:
 
     Without it a collective would wait for the dead for ever, or fail without saying for whom. Each
     process writes a sign of life into a file of its own in `workdir`/alive and reads the others';
-    no clock is compared. When process 0 dies, which runs JAX's coordination service, JAX itself
-    ends the others at once and calls it the leader.
+    no clock is compared.
 
     Args:
       workdir: the run's folder, which all processes see.
@@ -157,33 +157,62 @@ def watch(workdir: pathlib.Path, silence: float) -> Iterator[None]:
     write(str(time.time_ns()))
     thread = threading.Thread(target=live, daemon=True)
     thread.start()
-    try:
-        yield
-    except BaseException as error:
-        mistake = isinstance(error, UserError)
-        # Of a collective without its other end; orbax wraps it in an error of its own.
-        below = error.__cause__ if mistake else error
-        lost = isinstance(below, jax.errors.JaxRuntimeError) or (mistake and below is not None)
-        if lost and not isinstance(below, OSError) and "RESOURCE_EXHAUSTED" not in str(below):
-            # The thread will say whose.
-            thread.join(silence + 5 * pause)
-        over.set()
-        thread.join(5 * pause)  # its last sign of life must not come after this
-        write(f"{ENDED}{error if mistake else repr(error)}".split("\n")[0])
-        if not isinstance(error, Exception):
-            raise
-        said = f"error: {error}" if mistake else traceback.format_exc()
-        _leave(said, code=2 if mistake else 1, linger=4 * pause)
+    with _slow_abort(others[0], silence + 5 * pause) if me else contextlib.nullcontext():
+        try:
+            yield
+        except BaseException as error:
+            mistake = isinstance(error, UserError)
+            # Of a collective without its other end; orbax wraps it in an error of its own.
+            below = error.__cause__ if mistake else error
+            lost = isinstance(below, jax.errors.JaxRuntimeError) or (mistake and below is not None)
+            if lost and not isinstance(below, OSError) and "RESOURCE_EXHAUSTED" not in str(below):
+                # The thread will say whose.
+                thread.join(silence + 5 * pause)
+            over.set()
+            thread.join(5 * pause)  # its last sign of life must not come after this
+            write(f"{ENDED}{error if mistake else repr(error)}".split("\n")[0])
+            if not isinstance(error, Exception):
+                raise
+            said = f"error: {error}" if mistake else traceback.format_exc()
+            _leave(said, code=2 if mistake else 1, linger=4 * pause)
     over.set()
     thread.join(5 * pause)
     paths[me].unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _slow_abort(coordinator: "_Other", patience: float) -> Iterator[None]:
+    """Inside the block abort() waits until it is known whether process 0 lives.
+
+    JAX's client aborts the moment that process 0's coordination service is gone, and speaks of a
+    leader. The thread that aborts is one of JAX's own and has no way back, but while it waits here
+    `watch` finds process 0 silent, says so and ends all. Any other abort goes on with the next sign
+    of life of process 0.
+    """
+    handle = ctypes.CDLL(None).signal
+    handle.argtypes, handle.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def wait(number):
+        began = time.monotonic()
+        while coordinator.heard < began and time.monotonic() < began + patience:
+            time.sleep(0.1)
+        handle(number, before)
+        os.kill(os.getpid(), number)
+
+    # Python's own `signal` would only take a note, for a main thread that may wait in a collective.
+    before = handle(signal.SIGABRT, ctypes.cast(wait, ctypes.c_void_p))
+    try:
+        yield
+    finally:
+        handle(signal.SIGABRT, before)
 
 
 class _Other:
     """What is known of another process from its file, which is gone once all has gone well."""
 
     def __init__(self, path: pathlib.Path):
-        self._path, self._heard, self._began = path, time.monotonic(), False
+        self._path, self.heard, self._began = path, time.monotonic(), False
         self._text = self._read()  # of an earlier start, perhaps
 
     def _read(self) -> str:
@@ -194,18 +223,18 @@ class _Other:
 
     def excuse(self) -> None:
         """Its silence so far does not count."""
-        self._heard = time.monotonic()
+        self.heard = time.monotonic()
 
     def cause_of_death(self, silence: float) -> str:
         """Why it counts as dead; empty while it lives, or has finished."""
         text = self._read()
         if text != self._text:
-            self._text, self._heard, self._began = text, time.monotonic(), True
+            self._text, self.heard, self._began = text, time.monotonic(), True
         if self._began and not text:
             return ""
         if self._began and text.startswith(ENDED):
             return text
-        quiet = time.monotonic() - self._heard
+        quiet = time.monotonic() - self.heard
         return f"has given no sign of life for {quiet:.0f} s" if quiet > silence else ""
 
 
