@@ -139,7 +139,8 @@ class Mamba2(RecurrentMixer):
         o_BTGV, state = ops.gated_linear_attention(
             q_BTHK,
             k_BTHK,
-            dt_BTG[..., None] * v_BTGV,
+            # As narrow as keys, or no kernel takes it.
+            (dt_BTG[..., None] * v_BTGV).astype(k_BTHK.dtype),
             g_BTG,
             scale=1.0,
             initial_state=state,
@@ -147,4 +148,4 @@ class Mamba2(RecurrentMixer):
             **self.op_options,
         )
         # Wide until after the norm, which divides by what may be small.
-        return o_BTGV + self.D[...][None, None, :, None] * v_BTGV, state
+        return o_BTGV.astype(v_BTGV.dtype) + self.D[...][None, None, :, None] * v_BTGV, state

@@ -24,6 +24,9 @@ IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 # makes none, but its mask has 3 bytes an entry.
 LOGITS_AT_ONCE = 2**26
 MASK_AT_ONCE = 2**29
+# Up to so many entries a row cuDNN gets a mask of every head: under vmap jax (0.11) takes no other
+# for several, and what is trained side by side has short rows.
+MASK_OF_HEADS = 2**20
 FEWEST_QUERIES = 128  # of a block: fewer would not fill a matrix unit
 
 
@@ -155,8 +158,7 @@ def _on_slices(arrays, **options) -> jax.Array:
 
 def _queries_at_once(backend: str, batch: int, length: int, heads: int, slots: int) -> int:
     """As many as a device has room for, in steps of what fills a matrix unit."""
-    each = sharding.part(batch, "batch") * slots
-    most = MASK_AT_ONCE
+    each, most = sharding.part(batch, "batch") * slots, MASK_AT_ONCE
     if backend == "xla":
         each, most = each * sharding.part(heads, "heads"), LOGITS_AT_ONCE
     if each * length <= most:
@@ -198,7 +200,7 @@ def _without_mask_if_whole(attend, masked, q, k, v, places: Any, segment_ids) ->
 
     Which it is shows at run time. Checkpointed, for a `cond` keeps the residuals of both branches.
     """
-    whole = jnp.all((segment_ids != 0) & (segment_ids == segment_ids[:, :1]))
+    whole = _all_whole(segment_ids)
 
     @jax.checkpoint
     def choose(places, *tensors):
@@ -209,6 +211,18 @@ def _without_mask_if_whole(attend, masked, q, k, v, places: Any, segment_ids) ->
     return choose(places, q, k, v)
 
 
+@jax.custom_batching.custom_vmap
+def _all_whole(segment_ids: jax.Array) -> jax.Array:
+    """Whether each row is one document without padding."""
+    return jnp.all((segment_ids != 0) & (segment_ids == segment_ids[:, :1]))
+
+
+@_all_whole.def_vmap
+def _all_whole_of_members(size, batched, segment_ids):
+    """One answer for all members of a `vmap`, or its `cond` would run both branches."""
+    return _all_whole(segment_ids.reshape(-1, segment_ids.shape[-1])), False
+
+
 def _attend(q, k, v, places: Places | None, *, scale, window, logit_cap, backend) -> jax.Array:
     """`softmax_attention` of tensors of one dtype; `places` None: plain causal."""
     key_dim, value_dim = q.shape[-1], v.shape[-1]
@@ -216,6 +230,8 @@ def _attend(q, k, v, places: Places | None, *, scale, window, logit_cap, backend
     if places is not None:
         mask_BTS = _visible(places, window)
         mask_B1TS = mask_BTS[:, None]
+        if backend == "cudnn" and mask_BTS[0].size <= MASK_OF_HEADS:
+            mask_B1TS = jnp.broadcast_to(mask_B1TS, (*q.shape[:1], q.shape[2], *mask_BTS.shape[1:]))
         sees_BT = jnp.any(mask_BTS, axis=2)
         q = segments.select_real(q, sees_BT)
         k, v = (segments.select_real(x, places.filled_BS) for x in (k, v))

@@ -32,7 +32,7 @@ from fastweights.tasks import device_batch
 from fastweights.training import metrics, optim, run_folder
 from fastweights.training.checkpoint import Checkpoints
 from fastweights.training.state import fresh_state, make_blueprint
-from fastweights.training.step import make_train_step
+from fastweights.training.step import compiler_options, make_train_step
 
 Members = Mapping[pathlib.Path, config_lib.Config]
 
@@ -138,7 +138,12 @@ def make_program(config: config_lib.Config, size: int) -> Program:
     return Program(
         abstract,
         jax.jit(init, out_shardings=placement, compiler_options=quick),
-        jax.jit(advance, donate_argnums=0, out_shardings=placement),
+        jax.jit(
+            advance,
+            donate_argnums=0,
+            out_shardings=placement,
+            compiler_options=compiler_options(mesh),
+        ),
         evals.Context(config, blueprint.graphdef, mesh),
         mesh,
     )

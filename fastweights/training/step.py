@@ -146,14 +146,18 @@ def compile_step(
     shape = jax.ShapeDtypeStruct(
         (config.batch_size, config.data.length), jnp.int32, sharding=batch_sharding
     )
-    options = None
-    if mesh.devices.flat[0].platform == "gpu":
-        # That pass writes a kernel's result straight into a stacked array, and where the result is
-        # used elsewhere too runs the kernel a second time for it.
-        options = {"xla_gpu_enable_dynamic_slice_fusion": False}
     with jax.set_mesh(mesh):
         lowered = step.lower(blueprint.abstract, dict.fromkeys(BATCH_FIELDS, shape))
-        return lowered.compile(options)
+        return lowered.compile(compiler_options(mesh))
+
+
+def compiler_options(mesh: jax.sharding.Mesh) -> dict[str, bool] | None:
+    """What programs with training steps in them are compiled with."""
+    if mesh.devices.flat[0].platform != "gpu":
+        return None
+    # That pass writes a kernel's result straight into a stacked array, and where the result is
+    # used elsewhere too runs the kernel a second time for it.
+    return {"xla_gpu_enable_dynamic_slice_fusion": False}
 
 
 def place_batch(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh) -> Batch:

@@ -1,5 +1,6 @@
 """Softmax attention against a plain NumPy float64 loop over queries."""
 
+import functools
 from typing import Any
 
 import jax
@@ -135,29 +136,49 @@ def test_logit_cap_never_goes_to_cudnn(monkeypatch):
     assert np.all(np.isfinite(ops.softmax_attention(*x, logit_cap=1.0)))
 
 
-@pytest.mark.parametrize("ids", (SEGMENTS, np.ones_like(SEGMENTS)), ids=("packed", "whole"))
-def test_rows_of_one_document_need_no_mask_on_a_gpu(monkeypatch, ids, blocks):
-    """The choice at run time, with cuDNN's place taken by XLA; values and gradients.
-
-    Where there is a mask, it is of some queries at a time.
-    """
-    x = [jnp.asarray(arrays()[name]) for name in "qkv"]
-
-    def loss(*x):
-        return jnp.sum(jnp.sin(ops.softmax_attention(*x, segment_ids=jnp.asarray(ids))))
-
-    want = jax.value_and_grad(loss, (0, 1, 2))(*x)
+@pytest.fixture
+def masks_of_cudnn(monkeypatch):
+    """Masks' shapes by head and query, None for none, with cuDNN's place taken by XLA."""
     masks, original = [], jax.nn.dot_product_attention
 
     def stand_in(*x, mask, implementation, **options):
         assert implementation == "cudnn"
-        masks.append(None if mask is None else mask.shape[2])
+        masks.append(None if mask is None else mask.shape[1:3])
         return original(*x, mask=mask, implementation="xla", **options)
 
-    monkeypatch.setattr(attention, "_cudnn_takes", lambda *_: True)
-    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-    got = jax.value_and_grad(loss, (0, 1, 2))(*x)
-    assert set(masks) == {None, 8 if blocks else SEGMENTS.shape[1]}
+    def start():
+        monkeypatch.setattr(attention, "_cudnn_takes", lambda *_: True)
+        monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+        return masks
+
+    return start
+
+
+def packed_loss(ids, *x):
+    return jnp.sum(jnp.sin(ops.softmax_attention(*x, segment_ids=ids)))
+
+
+@pytest.mark.parametrize("ids", (SEGMENTS, np.ones_like(SEGMENTS)), ids=("packed", "whole"))
+def test_rows_of_one_document_need_no_mask_on_a_gpu(masks_of_cudnn, ids, blocks):
+    """The choice at run time; values and gradients. A mask is of some queries at a time."""
+    x = [jnp.asarray(arrays()[name]) for name in "qkv"]
+    run = jax.value_and_grad(functools.partial(packed_loss, jnp.asarray(ids)), (0, 1, 2))
+    want = run(*x)
+    masks = masks_of_cudnn()
+    got = run(*x)
+    assert set(masks) == {None, (6, 8 if blocks else SEGMENTS.shape[1])}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), got, want)
+
+
+def test_models_side_by_side_choose_once_whether_they_need_masks(masks_of_cudnn):
+    """Under vmap a choice a member would run both ways for all."""
+    x = [jnp.stack([arrays(seed)[name] for seed in range(2)]) for name in "qkv"]
+    ids = jnp.stack([jnp.asarray(SEGMENTS), jnp.ones_like(SEGMENTS)])
+    run = jax.vmap(jax.value_and_grad(packed_loss, (1, 2, 3)))
+    want = run(ids, *x)
+    masks_of_cudnn()
+    assert "cond[" in str(jax.make_jaxpr(run)(ids, *x))
+    got = run(ids, *x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), got, want)
 
 
