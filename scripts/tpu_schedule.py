@@ -5,7 +5,8 @@
 No TPU is asked: the compiler (extra `aot`) writes down the bundles, which are the instructions that
 a core starts together, one a cycle. A kernel's bundles are those of a grid step's code, and each of
 its loops is taken to turn once a chunk; waits for memory are not among them. Of an XLA program
-the compiler's own estimate of cycles is summed over its operations. The time predicted is the
+the compiler's own estimate of cycles is summed over its operations, and so are the shares of its
+units, which are those of each operation's code, by these cycles. The time predicted is the
 larger of bundles over the clock and of the operands' and results' bytes over the memory's speed.
 The clocks are what the data sheets' peaks come to with the matrix units that the compiler knows.
 """
@@ -31,12 +32,16 @@ UNITS = ("MATMUL", "MATPUSH", "XLU", "VALU", "VLOAD", "VSTORE")
 SPILLS = ("VLOAD:FILL", "VSTORE:SPILL")
 
 
-def read_schedule(folder: str, kernel: str) -> tuple[int, dict[str, float], int]:
-    """(bundles, share of each unit's slots that is used, spills and fills) of a kernel's code."""
+def read_schedule(folder: str, *names: str) -> tuple[int, dict[str, float], int]:
+    """(bundles, share of each unit's slots that is used, spills and fills) of code written last.
+
+    Args:
+      names: patterns for the name of a kernel or of an operation; the first that fits counts.
+    """
 
     def newest(pattern: str) -> str:
-        paths = glob.glob(os.path.join(folder, f"*{kernel}*{pattern}.txt"))
-        with open(max(paths, key=os.path.getmtime)) as file:
+        found = (glob.glob(os.path.join(folder, f"{name}{pattern}.txt")) for name in names)
+        with open(max(next(filter(None, found)), key=os.path.getmtime)) as file:
             return file.read()
 
     bundles = re.search(
@@ -116,7 +121,7 @@ def report(args, folder: str) -> int:
             kernel = re.search(r"(rule_(?:forward|backward))", instruction.line)
             if instruction.kind != "custom-call" or not kernel:
                 continue
-            bundles, shares, spills = read_schedule(folder, kernel[1])
+            bundles, shares, spills = read_schedule(folder, f"*{kernel[1]}*")
             room = blocks.room_for_heads(DIM, DIM, args.chunk, wide=False)
             heads = blocks.count_heads(shape[2], G, room)
             groups = B * G // heads
@@ -139,12 +144,22 @@ def report(args, folder: str) -> int:
             total += seconds
         return total
 
-    def xla(text: str) -> float:
-        cycles = 0
+    def xla(text: str) -> str:
+        cycles, spills, busy = 0, 0, dict.fromkeys(UNITS[:2], 0.0)
         for instruction in planning.instructions(text):
-            estimate = re.search(r'"estimated_cycles":"(\d+)"', instruction.line)
-            cycles += int(estimate[1]) * instruction.times if estimate else 0
-        return cycles / clock
+            estimate = re.search(r'%([\w.\-]+) = .*"estimated_cycles":"(\d+)"', instruction.line)
+            if estimate:
+                mine = int(estimate[2]) * instruction.times
+                # Of operations with equal code, whose names differ in their number, one is written.
+                names = [f"*[0-9]-{x}[-.]*" for x in (estimate[1], estimate[1].split(".")[0])]
+                _, shares, lost = read_schedule(folder, *names)
+                cycles, spills = cycles + mine, spills + lost
+                busy = {unit: value + mine * shares[unit] for unit, value in busy.items()}
+        units = ", ".join(f"{unit} {100 * value / cycles:.0f}%" for unit, value in busy.items())
+        return (
+            f"XLA {1e3 * cycles / clock:.2f} ms by the compiler's estimate; {units}; "
+            f"{spills} spills and fills"
+        )
 
     for name in args.shapes:
         for gradient in (False, True):
@@ -153,7 +168,7 @@ def report(args, folder: str) -> int:
             line = f"{name} {what}: kernels {1e3 * seconds:.2f} ms"
             if args.xla:
                 text = compiled(chunked.core, SHAPES[name], gradient)
-                line += f", XLA {1e3 * xla(text):.2f} ms by the compiler's estimate"
+                line += f", {xla(text)}"
             print(line, flush=True)
     return 0
 

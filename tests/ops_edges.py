@@ -12,6 +12,11 @@ def strong_decay(x):
     x["g"] = np.random.default_rng(1).uniform(-100, -20, x["g"].shape)
 
 
+def decay_to_almost_nothing(x):
+    """What is left of earlier tokens is far below what a token writes, but not 0."""
+    x["g"] = np.random.default_rng(1).uniform(-30, -20, x["g"].shape)
+
+
 def strong_and_mild_decay(x):
     strong = np.random.default_rng(1).uniform(size=x["g"].shape) < 0.5
     x["g"] = np.where(strong, -45.0, x["g"])
@@ -25,7 +30,7 @@ def no_decay(x):
     x["g"] = np.zeros_like(x["g"])
 
 
-GATES = (strong_decay, strong_and_mild_decay, one_huge_decay, no_decay)
+GATES = (strong_decay, decay_to_almost_nothing, strong_and_mild_decay, one_huge_decay, no_decay)
 
 
 def ungated(x):

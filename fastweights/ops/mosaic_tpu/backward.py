@@ -297,6 +297,8 @@ def gate_gradients(out: Backward, form: Form) -> tuple[jax.Array | None, jax.Arr
         # A decay is felt by all reads from it on, by all writes before it and by the whole state.
         felt = felt - jnp.swapaxes(out.rows_BJNGX, -1, -2)
         onward = jnp.flip(jnp.cumsum(jnp.flip(felt, 3), axis=3), 3)
-        before = jnp.cumsum(writes, axis=3) - writes
+        # Its own write is left out, not subtracted: under strong decay it would drown the others.
+        earlier = jnp.roll(writes, 1, axis=3).at[:, :, :, 0].set(0.0)
+        before = jnp.cumsum(earlier, axis=3)
         dg = joined(onward + before + jnp.sum(out.kept_BJNGX, axis=-1)[:, :, :, None])
     return dg, dbeta
