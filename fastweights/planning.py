@@ -16,6 +16,7 @@ import numpy as np
 
 from fastweights import flops, sharding
 from fastweights.config import Config
+from fastweights.generation.engine import read_on
 from fastweights.generation.weights import place_rows, unrolled
 from fastweights.model import abstract_model, bind
 from fastweights.targets import BETWEEN_HOSTS, Target
@@ -114,10 +115,8 @@ def plan_decode(config: Config, target: Target, chunk: int) -> dict[str, Plan]:
     def fresh(params):
         return bind(graphdef, params).init_cache(rows, context)
 
-    def step(cache, params, tokens_BT):
-        lm = bind(graphdef, params)
-        h_BTD, cache = lm.hidden(tokens_BT, cache=cache)
-        return cache, lm.unembed(h_BTD[:, -1:])[:, 0]
+    def step(cache, params, *tokens):
+        return read_on(bind(graphdef, params), cache, *tokens)
 
     cache = placement.shapes(jax.eval_shape(fresh, params))
     held = {"parameters": _bytes_of(params), "caches": _bytes_of(cache)}
@@ -127,11 +126,12 @@ def plan_decode(config: Config, target: Target, chunk: int) -> dict[str, Plan]:
     outs = (placement.of(cache), placement.rows)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=outs)
     plans = {}
-    for name, length in (("prefill", min(chunk, context)), ("decode", 1)):
+    # Prompts are padded at their front, and so come with the numbers of their documents.
+    for name, length, given in (("prefill", min(chunk, context), 2), ("decode", 1, 1)):
         tokens_BT = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=placement.rows)
         started = time.perf_counter()
         with jax.set_mesh(mesh):
-            compiled = jitted.lower(cache, params, tokens_BT).compile()
+            compiled = jitted.lower(cache, params, *[tokens_BT] * given).compile()
         seconds = time.perf_counter() - started
         work = rows * length * flops.forward_flops_per_token(model, context)
         plans[name] = _read(compiled, held, work, touched, seconds, target)

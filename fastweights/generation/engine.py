@@ -39,6 +39,18 @@ class Timing:
     decode_seconds: float = 0.0
 
 
+def read_on(
+    model: HybridLM, cache: Any, tokens_BT: jax.Array, ids_BT: jax.Array | None = None
+) -> tuple[Any, jax.Array]:
+    """(cache, logits_BV of the token after) once these tokens are read; to be traced.
+
+    Args:
+      ids_BT: their documents, 0 for padding; None for rows without any.
+    """
+    h_BTD, cache = model.hidden(tokens_BT, segment_ids_BT=ids_BT, cache=cache)
+    return cache, model.unembed(h_BTD[:, -1:])[:, 0]
+
+
 class Engine:
     """One model compiled for batches of `rows` prompts; serves any number of batches in turn.
 
@@ -105,9 +117,7 @@ class Engine:
         """(cache, params, tokens_BC, ids_BC) -> (cache, logits_BV of the last token)."""
 
         def prefill(cache, params, tokens_BC, ids_BC):
-            model = self._model(params)
-            h_BCD, cache = model.hidden(tokens_BC, segment_ids_BT=ids_BC, cache=cache)
-            return cache, model.unembed(h_BCD[:, -1:])[:, 0]
+            return read_on(self._model(params), cache, tokens_BC, ids_BC)
 
         rows = self._placement.rows
         ids_BC = jax.ShapeDtypeStruct((self.rows, self.chunk), jnp.int32, sharding=rows)
@@ -143,9 +153,7 @@ class Engine:
 
     def step(self, params: Any, cache: Any, token_B: jax.Array) -> tuple[Any, jax.Array]:
         """(cache, logits_BV of the token after) once one more token a row is read; to be traced."""
-        model = self._model(params)
-        h_B1D, cache = model.hidden(token_B[:, None], cache=cache)
-        return cache, model.unembed(h_B1D)[:, 0]
+        return read_on(self._model(params), cache, token_B[:, None])
 
     def _model(self, params: Any) -> HybridLM:
         return bind(self._graphdef, split(params))
