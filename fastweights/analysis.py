@@ -2,7 +2,8 @@
 
 Rows are those of scripts/collect.py. Runs that differ in learning rate and seed alone are one
 model; its score is the mean over seeds at the best rate, its robustness the area under the mean
-over the logarithm of the rate, as a share of the range tried: 1 is perfect at every rate.
+over the logarithm of the rate, as a share of the range tried: 1 is perfect at every rate. A run
+that failed, as one that diverged, counts as a score of 0: left out, its rate would look safe.
 """
 
 import collections
@@ -62,6 +63,8 @@ def model_name(run: str) -> str:
 def summarise(rows: Sequence[dict[str, Any]]) -> list[Summary]:
     """One summary for each model, eval and slice with finished runs, in the order of the rows.
 
+    A failed run is one of each slice that its model was scored on.
+
     Raises:
       UserError: two runs of one model with the same rate and seed.
     """
@@ -69,7 +72,16 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[Summary]:
     for row in rows:
         if row["status"] == "done" and row.get("recall") is not None:
             groups[model_name(row["run"]), row["eval"], row["slice"]].append(row)
+    for row in failed_runs(rows):
+        for (model, eval_name, _), found in groups.items():
+            if (model, eval_name) == (model_name(row["run"]), row["eval"]):
+                found.append({**row, "recall": 0.0})
     return [_summary(*key, found) for key, found in groups.items()]
+
+
+def failed_runs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of runs that failed in training, not of those whose config could not even be read."""
+    return [row for row in rows if row["status"].startswith("failed") and row.get("lr") is not None]
 
 
 def _summary(model: str, eval_name: str, slice_name: str, rows: list[dict[str, Any]]) -> Summary:
@@ -86,7 +98,8 @@ def _summary(model: str, eval_name: str, slice_name: str, rows: list[dict[str, A
         seen.add(place)
         scores[row["lr"]].append(row["recall"])
         errors[row["lr"]].append(row.get("error") or 0.0)
-    best = max(scores, key=lambda lr: float(np.mean(scores[lr])))
+    finished = {row["lr"]: row for row in rows if row["status"] == "done"}
+    best = max(sorted(finished), key=lambda lr: float(np.mean(scores[lr])))
     low, high = interval(scores[best], errors[best])
     return Summary(
         model,
@@ -98,7 +111,7 @@ def _summary(model: str, eval_name: str, slice_name: str, rows: list[dict[str, A
         high,
         robustness({lr: float(np.mean(found)) for lr, found in scores.items()}),
         dict(scores),
-        next(row for row in rows if row["lr"] == best),
+        finished[best],
     )
 
 

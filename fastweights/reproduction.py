@@ -174,8 +174,3 @@ def _rows_of(claim: Claim | Order, rows: Sequence[dict[str, Any]]) -> list[dict[
 def _begins(run: str, start: str) -> bool:
     name = run.rsplit("/", 1)[-1]
     return name == start or name.startswith(start + ",")
-
-
-def judge_all(claims: Sequence[Claim | Order], rows: Sequence[dict[str, Any]]) -> list[Verdict]:
-    check(bool(claims), "claims() yields none; yield one Claim for each number expected.")
-    return [judge(claim, rows) for claim in claims]

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import itertools
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fastweights import config as config_lib
@@ -45,8 +45,8 @@ def grid(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     for axis, values in axes.items():
         fields = [field.strip() for field in axis.split(",")]
         check(
-            not isinstance(values, str) and len(values) > 0,
-            f"axis '{axis}' has no values; give a list of at least one.",
+            isinstance(values, Collection) and not isinstance(values, str) and len(values) > 0,
+            f"axis '{axis}' has no values but {values!r}; give a list of at least one.",
         )
         found = [value if len(fields) > 1 else (value,) for value in values]
         for value in found:
@@ -154,10 +154,20 @@ def _spelt(spec: str, point: Mapping[str, Any]) -> tuple[str, list[str]]:
 
 
 def run_name(point: Mapping[str, Any]) -> str:
-    """`pattern=GA,lr=0.003,seed=0`: the last part of each field; an `arg` stands for itself."""
+    """`pattern=GA,lr=0.003,seed=0`: the last part of each field; an `arg` stands for itself.
+
+    Fields that end alike keep as many parts as tell them apart: `A.num_heads=2,G.num_heads=4`.
+    """
+
+    def short(path: str) -> str:
+        parts = path.split(".")
+        ends = (".".join(parts[-size:]) for size in range(1, len(parts) + 1))
+        others = [other for other in point if other != path]
+        alone = (end for end in ends if not any(f".{o}".endswith(f".{end}") for o in others))
+        return next(alone, path)
+
     return ",".join(
-        str(value) if path == ARG else f"{path.split('.')[-1]}={value}"
-        for path, value in point.items()
+        str(value) if path == ARG else f"{short(path)}={value}" for path, value in point.items()
     )
 
 

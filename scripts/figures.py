@@ -97,7 +97,10 @@ def rate_robustness(summaries: Sequence[Summary]) -> Figure:
         rates = sorted(s.scores)
         means = [float(np.mean(s.scores[rate])) for rate in rates]
         axes.plot(rates, means, marker="o", label=f"{s.model} ({s.robustness:.2f})")
+    tried = sorted({rate for s in summaries for rate in s.scores})
     axes.set_xscale("log")
+    axes.set_xticks(tried, [f"{rate:g}" for rate in tried])
+    axes.minorticks_off()
     axes.set_ylim(-0.03, 1.05)
     axes.set_xlabel("learning rate")
     axes.set_ylabel(f"recall on {summaries[0].slice}")
@@ -119,5 +122,6 @@ def steps_to_threshold(rows: Rows, names: Callable[[str], str]) -> Figure:
     axes.set_yticks(range(len(found)), list(found), fontsize=8)
     axes.set_xlabel("steps to 90 % recall")
     axes.set_ylim(-0.5, len(found) - 0.5)
+    axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     return figure

@@ -3,7 +3,7 @@
     python scripts/plot.py ratio.csv --out ratio.png [--slice T64_K16]
 
 Each pattern stands at the learning rate that is best for it in the mean over seeds; the point is
-the mean over seeds and the bar reaches from the worst to the best seed.
+the mean over seeds and the bar reaches from the worst to the best seed; a failed run counts as 0.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import collections
 import csv
 import math
 import pathlib
+import re
 from typing import Any
 
 import matplotlib
@@ -48,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_rows(table: pathlib.Path) -> list[dict[str, str]]:
-    """The finished rows of a CSV.
+    """The finished and failed rows of a CSV.
 
     Raises:
       UserError: no such file, no CSV, a column is missing, or no finished row in it.
@@ -57,13 +58,13 @@ def read_rows(table: pathlib.Path) -> list[dict[str, str]]:
     try:
         with table.open(encoding="utf-8", newline="") as lines:
             reader = csv.DictReader(lines, restval="")
-            rows = [row for row in reader if row.get("status") == "done"]
+            rows = [row for row in reader if re.match("done$|failed", row.get("status") or "")]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
             f"'{table}' can't be read as CSV ({error}); give the file from scripts/collect.py."
         ) from error
     check(
-        bool(rows),
+        any(row["status"] == "done" for row in rows),
         f"'{table}' has no finished run (no row of status 'done'); see its status column.",
     )
     missing = [name for name in COLUMNS if name not in rows[0]]
@@ -99,22 +100,29 @@ def best_points(rows: list[dict[str, str]], name: str | None) -> list[dict[str, 
       UserError: no such slice, a cell that is no number, or runs that differ in more than pattern,
         learning rate and seed, whose mean would say nothing.
     """
-    name = name or max(rows, key=lambda row: (number(row, "pairs"), number(row, "length")))["slice"]
-    known = sorted({row["slice"] for row in rows})
+    finished = [row for row in rows if row["status"] == "done"]
+    name = (
+        name
+        or max(finished, key=lambda row: (number(row, "pairs"), number(row, "length")))["slice"]
+    )
+    known = sorted({row["slice"] for row in finished})
     check(name in known, f"slice '{name}' is not in the table; it has {', '.join(known)}.")
-    seeds = collections.defaultdict(list)
-    facts, runs = {}, {}
-    for row in rows:
-        if row["slice"] == name:
-            place = (row["pattern"], number(row, "lr"), row["seed"])
-            check(
-                place not in runs,
-                f"runs '{runs.get(place)}' and '{row['run']}' have the same pattern, lr and seed, "
-                "and what else they differ in the figure does not show; leave one of them out.",
-            )
-            runs[place] = row["run"]
-            seeds[row["pattern"], number(row, "lr")].append(number(row, "recall"))
-            facts[row["pattern"]] = row
+    facts = {row["pattern"]: row for row in finished if row["slice"] == name}
+    failed = {
+        row["run"]: {**row, "recall": "0"}
+        for row in rows
+        if row["status"] != "done" and row["pattern"] in facts
+    }
+    seeds, runs = collections.defaultdict(list), {}
+    for row in [*(row for row in finished if row["slice"] == name), *failed.values()]:
+        place = (row["pattern"], number(row, "lr"), row["seed"])
+        check(
+            place not in runs,
+            f"runs '{runs.get(place)}' and '{row['run']}' have the same pattern, lr and seed, "
+            "and what else they differ in the figure does not show; leave one of them out.",
+        )
+        runs[place] = row["run"]
+        seeds[row["pattern"], number(row, "lr")].append(number(row, "recall"))
     points = []
     for pattern, row in facts.items():
         lr = max(

@@ -5,7 +5,7 @@
 Beside the page (runs/ratio/report/index.html) lie the same figures as PNG and all rows as one CSV.
 A model is all runs that differ in learning rate and seed alone. It is shown at the rate of the best
 mean over seeds, with the 95 % bootstrap interval over seeds and examples; robustness is the area
-under its recall over the logarithm of the rate.
+under its recall over the logarithm of the rate. Failed runs count as a recall of 0.
 """
 
 import argparse
@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     summaries = analysis.summarise(rows)
     check(
         bool(summaries),
-        f"'{args.folder}' has no finished run with recall yet ({rows[0]['status']}); let the sweep "
-        "finish one.",
+        f"'{args.folder}' has no finished run with recall in the eval {args.eval} "
+        f"({rows[0]['status']}); let the sweep finish one, or name another --eval.",
     )
     out = args.out or args.folder / "report"
     out.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         writer.writeheader()
         writer.writerows(rows)
     pictures = draw(summaries, rows, out)
-    write_atomic(out / "index.html", page(args.folder.name, summaries, rows, pictures))
+    write_atomic(out / "index.html", page(args.folder.resolve().name, summaries, rows, pictures))
     print(f"{out / 'index.html'}: {len(summaries)} scores of {len(pictures)} figures")
     return 0
 
@@ -154,9 +154,11 @@ def scale(summaries: Sequence[Summary], rows: list[dict[str, Any]]) -> str:
         if (rates[0] < 4 or seeds[0] < 3)
         else ""
     )
+    failed = {row["run"] for row in analysis.failed_runs(rows)}
+    zero = f" {len(failed)} of them failed and count as a recall of 0." if failed else ""
     return (
         f"{len(runs)} runs; models {equal}; {'/'.join(map(str, rates))} learning rates, "
-        f"{'/'.join(map(str, seeds))} seeds a model.{few}"
+        f"{'/'.join(map(str, seeds))} seeds a model.{zero}{few}"
     )
 
 

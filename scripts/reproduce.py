@@ -19,7 +19,7 @@ from rich.table import Table
 
 import collect
 import sweep
-from fastweights import cli, reproduction
+from fastweights import cli, evals, reproduction
 from fastweights import config as config_lib
 from fastweights.errors import check
 from fastweights.reproduction import Verdict
@@ -43,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     path = CONFIGS / f"{args.name}.py"
     check(path.is_file(), f"there is no reproduction '{args.name}'; known: {known}.")
     claims = config_lib.call_config_file(str(path), "claims", pass_arg=False)
+    check(bool(claims), f"{path}: claims() yields none; yield one Claim for each number expected.")
+    names = sorted({name for claim in claims for name in evals.split_names(claim.eval)})
     measure = config_lib.defines(str(path), "measurements")
 
     started = time.perf_counter()
@@ -50,11 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     command = ["--config", str(path), "--workdir", str(args.workdir), "--jobs", str(args.jobs)]
     sweep.main([*command, *fields])
     seconds = time.perf_counter() - started
-    names = sorted({name for claim in claims for name in claim.eval.split(",")})
     rows = collect.collect(args.workdir, ",".join(names))
     if measure:
         rows += config_lib.call_config_file(str(path), "measurements", pass_arg=False)
-    verdicts = reproduction.judge_all(claims, rows)
+    verdicts = [reproduction.judge(claim, rows) for claim in claims]
     show(verdicts)
     held = sum(verdict.holds for verdict in verdicts)
     print(f"{held} of {len(verdicts)} claims hold ({seconds:.0f} s in this start)")
@@ -73,9 +74,13 @@ def show(verdicts: list[Verdict]) -> None:
     for verdict in verdicts:
         claim = verdict.claim
         outcome = "holds" if verdict.holds else "FAILS"
-        chance = f"{verdict.chance:.3f}" if verdict.scores else "-"
-        table.add_row(claim.runs, claim.slice, chance, claim.expected, scores(verdict), outcome)
+        told = (claim.runs, claim.slice, chance(verdict), claim.expected, scores(verdict), outcome)
+        table.add_row(*told)
     Console(soft_wrap=True).print(table)
+
+
+def chance(verdict: Verdict) -> str:
+    return f"{verdict.chance:.3f}" if verdict.scores else "-"
 
 
 def scores(verdict: Verdict) -> str:
@@ -102,7 +107,7 @@ def markdown(name: str, verdicts: list[Verdict], rows: list[dict]) -> str:
     for verdict in verdicts:
         claim = verdict.claim
         cells = (
-            claim.runs, claim.slice, f"{verdict.chance:.3f}", claim.expected, scores(verdict),
+            claim.runs, claim.slice, chance(verdict), claim.expected, scores(verdict),
             "yes" if verdict.holds else "**no**", claim.source,
         )  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")

@@ -12,7 +12,8 @@ On a cluster, `--jobs 8 --slurm time=240,partition=gpu,gpus_per_node=1` makes ea
 Slurm (`pip install "fastweights[slurm]"`), eight at a time; one that runs out of time is queued
 again and goes on.
 
-Started again, a sweep goes on where it stopped, inside a run too. A failed run is told, becomes a
+Started again, a sweep goes on where it stopped, inside a run too; processes that outlived a killed
+one are waited for. A failed run is told, becomes a
 row of the table that says why, stops no other, and is tried again with --retry; the exit code is 1
 if any failed.
 """
@@ -22,6 +23,7 @@ import concurrent.futures
 import contextlib
 import pathlib
 import sys
+import threading
 import time
 
 from fastweights import cli, launching, sweeps
@@ -29,6 +31,7 @@ from fastweights.errors import check
 from fastweights.training import run_folder
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+POLL_SECONDS = 1.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     started = time.perf_counter()
     # Points that differ in seed alone, and restarts, share their compiled programs.
     env = {"JAX_COMPILATION_CACHE_DIR": str(args.workdir.absolute() / ".compiled")}
+    leaving = threading.Event()
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(args.jobs))
         # Left before the pool, which waits for what it has begun: Slurm's jobs are cancelled first.
@@ -70,11 +74,12 @@ def main(argv: list[str] | None = None) -> int:
             if args.slurm is None
             else stack.enter_context(launching.slurm(args.workdir / ".slurm", args.slurm, env))
         )
-        tasks = [pool.submit(run_unit, args.workdir, unit, launch) for unit in units]
+        tasks = [pool.submit(run_unit, args.workdir, unit, launch, leaving) for unit in units]
         try:
             for task in tasks:
                 task.result()
         except BaseException:
+            leaving.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     seconds = time.perf_counter() - started
@@ -94,8 +99,25 @@ def tell(workdir: pathlib.Path, point: sweeps.Point) -> None:
         )
 
 
-def run_unit(workdir: pathlib.Path, unit: sweeps.Unit, launch: launching.Launch) -> None:
-    """Trains one point or group in a process of its own, its output in `log.txt`."""
+def run_unit(
+    workdir: pathlib.Path,
+    unit: sweeps.Unit,
+    launch: launching.Launch,
+    leaving: threading.Event,
+) -> None:
+    """Trains one point or group in a process of its own, its output in `log.txt`.
+
+    One that an earlier start of the sweep left behind is waited for, unless `leaving` is set.
+    """
+    if run_folder.in_use(unit.folder):
+        print(f"waiting  {unit.name[:80]}: another process trains it", flush=True)
+        while run_folder.in_use(unit.folder):
+            if leaving.wait(POLL_SECONDS):
+                return
+        if all(sweeps.state(workdir, point) != "open" for point in unit.points):
+            for point in unit.points:
+                tell(workdir, point)
+            return
     try:
         if len(unit.points) > 1:
             sweeps.note_group(unit)

@@ -95,6 +95,18 @@ def claim(workdir: pathlib.Path) -> IO[str]:
     return lock
 
 
+def in_use(workdir: pathlib.Path) -> bool:
+    """Whether a process trains in the folder now."""
+    try:
+        with (workdir / ".lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # no lock, and so nobody who ever claimed it
+        return False
+    return False
+
+
 def open_run(workdir: pathlib.Path, config: config_lib.Config, step: int) -> None:
     """Stores the config and notes this start, from `step` on; comes after a restore that worked.
 

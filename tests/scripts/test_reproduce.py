@@ -5,7 +5,7 @@ import pytest
 
 import reproduce
 from fastweights import config as config_lib
-from fastweights import reproduction, sweeps
+from fastweights import sweeps
 from fastweights.errors import UserError
 from fastweights.probe import memory_probe
 from fastweights.reproduction import Claim, Order, judge, mean_of_slices, published
@@ -122,7 +122,7 @@ def test_every_claim_is_on_runs_that_its_sweep_makes(tmp_path, name):
     points = sweeps.read_points(spec, [])
     rows = [row for point in points for row in rows_of(point)]
     claims = config_lib.call_config_file(spec, "claims", pass_arg=False)
-    for verdict in reproduction.judge_all(claims, rows):
+    for verdict in (judge(claim, rows) for claim in claims):
         if not verdict.claim.runs.startswith("probe="):
             assert verdict.scores, (verdict.claim, verdict.note)
             assert verdict.claim.source
@@ -190,5 +190,16 @@ def test_mistakes_are_named():
         Claim("a", "b", low=0.9, high=0.5)
     with pytest.raises(UserError, match="is by 'loss'; give recall or nll"):
         Order("a", "b", "c", measure="loss")
-    with pytest.raises(UserError, match="yields none"):
-        reproduction.judge_all([], ROWS)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [("return []", "yields none"), ("yield Claim('a', 'b', eval='recal')", "'recal' does not")],
+)
+def test_bad_claims_are_told_before_anything_runs(tmp_path, monkeypatch, body, told):
+    source = f"from fastweights.reproduction import Claim\ndef claims():\n    {body}\n"
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.setattr(reproduce, "CONFIGS", tmp_path)
+    monkeypatch.setattr(reproduce.sweep, "main", lambda argv: pytest.fail("runs"))
+    with pytest.raises(UserError, match=told):
+        reproduce.main(["mine", "--workdir", str(tmp_path / "runs")])

@@ -4,6 +4,7 @@ import csv
 import io
 import re
 import shutil
+import threading
 
 import pytest
 
@@ -88,8 +89,9 @@ def test_the_report_is_one_page_that_needs_no_network(swept, tmp_path, capsys):
     text = (tmp_path / "page" / "index.html").read_text()
     assert re.findall(r'(?:src|href)="(?!data:image/png;base64,)', text) == []
     pictures = sorted((tmp_path / "page").glob("*.png"))
-    assert len(pictures) == text.count("<img") == len(re.findall("<h3>", text)) == 3
+    assert len(pictures) == text.count("<img") == len(re.findall("<h3>", text)) == 4
     assert "not made equal in parameters or state" in text and "Fewer than four rates" in text
+    assert "1 of them failed and count as a recall of 0" in text
     (failure,) = re.findall(r"<td>pattern=A,lr=1e\+30,seed=1</td><td>(failed: [^<]*)</td>", text)
     assert "not finite" in failure
     headline = text.split("<table>")[1]
@@ -111,7 +113,7 @@ def test_the_report_wants_a_finished_run(tmp_path):
     folder = tmp_path / "seed=0"
     folder.mkdir()
     run_folder.mark_failed(folder, "no GPU")
-    with pytest.raises(UserError, match=r"no finished run with recall yet .failed: no GPU"):
+    with pytest.raises(UserError, match=r"with recall in the eval recall .failed: no GPU"):
         report.main([str(tmp_path)])
 
 
@@ -262,7 +264,8 @@ def test_a_grid_has_every_combination():
     [
         ({}, "no axes"),
         ({"seed": []}, "axis 'seed' has no values"),
-        ({"seed": "012"}, "axis 'seed' has no values"),
+        ({"seed": "012"}, "axis 'seed' has no values but '012'"),
+        ({"seed": 3}, "axis 'seed' has no values but 3"),
         ({"seed": [0], "optim.lr,seed": [(1e-3, 1)]}, "two axes name the field seed"),
         ({"optim.lr,seed": [(1e-3,)]}, r"value \(0.001,\); it names 2 fields"),
     ],
@@ -272,26 +275,33 @@ def test_bad_axes_are_named(axes, told):
         sweeps.grid(axes)
 
 
-def row(pattern, lr, seed, recall):
-    return {
-        "run": "r", "pattern": pattern, "lr": lr, "seed": seed, "recall": recall, "slice": "T16_K3",
-        "pairs": "3", "length": "16", "attention_share": "0.5", "state_bytes": "8", "chance": "0.3",
-    }  # fmt: skip
+def test_names_tell_fields_apart_that_end_alike():
+    fields = {"seed": 0, "model.mixers.A.num_heads": 2, "model.mixers.G.num_heads": 4}
+    assert sweeps.run_name(fields) == "seed=0,A.num_heads=2,G.num_heads=4"
+    assert sweeps.run_name({"seed": 1, "data.seed": 2}) == "seed=1,data.seed=2"
 
 
-def test_a_pattern_stands_at_its_best_mean_over_seeds_and_shows_their_spread():
-    rows = [row("A", "0.1", "0", "1.0"), row("A", "0.1", "1", "0.0"),
-            row("A", "0.2", "0", "0.6"), row("A", "0.2", "1", "0.8")]  # fmt: skip
-    (point,) = plot.best_points(rows, None)
-    assert (point["lr"], point["seeds"]) == (0.2, 2)
-    assert (point["low"], point["recall"], point["high"]) == pytest.approx((0.6, 0.7, 0.8))
+def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch, capsys):
+    """Such as one whose sweep was killed alone: it is in use and has not failed."""
+    config = tmp_path / "config.py"
+    config.write_text(GROUPED)
+    point = sweeps.read_points(str(config), [])[0]
+    folder = tmp_path / "runs" / point.name
+    lock = run_folder.claim(folder)
 
+    def finish():
+        (folder / "config.json").write_text(config_lib.to_json(point.config))
+        run_folder.mark_done(folder, 8)
+        lock.close()
 
-def test_runs_that_differ_in_what_the_plot_does_not_show_are_refused():
-    """Such as beta's range: their mean would be taken for one over seeds."""
-    one = row("D", "0.1", "0", "1.0")
-    with pytest.raises(UserError, match="runs 'r' and 'other' have the same pattern, lr and seed"):
-        plot.best_points([one, one | {"run": "other", "recall": "0.5"}], None)
+    monkeypatch.setattr(sweep, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(launching, "here", lambda env: lambda *_: pytest.fail("trained twice"))
+    threading.Timer(0.1, finish).start()
+    argv = ["--config", str(config), "--workdir", str(tmp_path / "runs"), "--only", point.name]
+    assert sweep.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"waiting  {point.name}: another process trains it"
+    assert lines[2] == f"skipped (done)  {point.name}"
 
 
 @pytest.mark.parametrize(
