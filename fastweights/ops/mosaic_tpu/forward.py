@@ -87,6 +87,8 @@ def _kernel(operands, results: Forward, now_ref, *, form: Form) -> None:
     def chunk(n, _):
         at = pl.ds(pl.multiple_of(n * C, C), C)
         gates = blocks.read_gates(gate_refs, at, n, form)
+        # Keys are below queries without error correction too: for less work the compiler's schedule
+        # is longer (docs/kernels.md).
         ks = [k_ref[0, at, i * K : (i + 1) * K] for i in range(form.keys)]
         qks = [stack(q_ref[0, at, i * K : (i + 1) * K], k) for i, k in enumerate(ks)]
         pairs = each(lambda qk, k: dot(qk, k, NT), qks, ks)  # Q K^T above K K^T
