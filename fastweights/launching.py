@@ -10,6 +10,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,16 +28,49 @@ WARNING = signal.SIGUSR2  # submitit's
 
 
 def start(
-    command: Sequence[str], log: pathlib.Path, env: Mapping[str, str]
+    command: Sequence[str], log: pathlib.Path, env: Mapping[str, str], **fixed: str
 ) -> subprocess.Popen[bytes]:
     """The command on this machine; what `env` has holds where the environment says nothing."""
+    env = env | os.environ | fixed
     with log.open("a") as out:
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env | os.environ)
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
 
 
 def here(env: Mapping[str, str]) -> Launch:
-    """Launches processes on this machine."""
-    return lambda command, log: start(command, log, env).wait()
+    """Launches processes on this machine; each gets one of its GPUs, the least taken."""
+    # Several may have to share one.
+    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **env}
+    running = dict.fromkeys(_gpus(), 0)
+    lock = threading.Lock()
+
+    def launch(command: Sequence[str], log: pathlib.Path) -> int:
+        if not running:
+            return start(command, log, env).wait()
+        with lock:
+            gpu = min(running, key=running.__getitem__)
+            running[gpu] += 1
+        try:
+            return start(command, log, env, CUDA_VISIBLE_DEVICES=gpu).wait()
+        finally:
+            with lock:
+                running[gpu] -= 1
+
+    return launch
+
+
+def _gpus() -> list[str]:
+    """The NVIDIA GPUs that processes here may use, as CUDA_VISIBLE_DEVICES names them."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        return [name.strip() for name in allowed.split(",") if name.strip()]
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return found.stdout.split()
 
 
 class Job:

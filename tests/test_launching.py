@@ -1,5 +1,6 @@
 """Launching: what a Slurm job does with its process, tried here without Slurm."""
 
+import concurrent.futures
 import os
 import signal
 import sys
@@ -75,3 +76,25 @@ def test_a_sweep_on_slurm_says_what_it_lacks(tmp_path, monkeypatch, text, told):
     with pytest.raises(UserError, match=told):
         sweep.main(command)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("allowed", "expected"), [("3, 5", ["3", "3", "5", "5"]), ("", [""] * 4)])
+def test_processes_share_the_gpus_evenly(tmp_path, monkeypatch, allowed, expected):
+    """All four wait for each other, so they run at the same time."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+    child = (
+        "import os, pathlib, time\n"
+        "pathlib.Path(f'{os.getpid()}.up').touch()\n"
+        "while len(list(pathlib.Path('.').glob('*.up'))) < 4: time.sleep(0.01)\n"
+        "print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    launch = launching.here({})
+    logs = [tmp_path / f"{n}.log" for n in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        codes = list(pool.map(lambda log: launch([sys.executable, "-c", child], log), logs))
+    assert codes == [0] * 4
+    assert sorted(log.read_text().strip() for log in logs) == expected
+    # Given back: the next one gets the first again.
+    assert launch([sys.executable, "-c", child], logs[0]) == 0
+    assert logs[0].read_text().split()[1:] == expected[:1] * bool(allowed)

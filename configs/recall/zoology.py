@@ -34,16 +34,17 @@ def get_config(arg: str | None = None) -> ConfigDict:
     options = parse_arg(arg, mixer="G", width=64, layers=0)
     config = defaults()
     config.steps = 22_500
-    config.batch_size = 256
-    config.loss_chunk = 128
+    config.batch_size = 135  # rows of 256 tokens, in which 256 examples lie
+    config.loss_chunk = 0
     config.data.length = 256
     config.data.on_device = True
     config.data.mqar.query_order, config.data.mqar.filler = "coupled", "random"
 
     model, width = config.model, options.width
-    model.vocab_size, model.d_model, model.dtype, model.mlp = 8192, width, "float32", "none"
-    model.pattern = options.mixer
+    model.vocab_size, model.d_model, model.dtype, model.mlp = 8192, width, "bfloat16", "none"
     model.num_layers = options.layers or max(2, len(options.mixer))
+    # Spelt out, layers are no loop, whose copies would cost a third of such small ones.
+    model.pattern = (options.mixer * model.num_layers)[: model.num_layers]
     half = width // 2
     for letter in "LDG":
         mixer = model.mixers[letter]

@@ -125,14 +125,14 @@ class DataConfig:
         if self.kind != TEXT:
             tasks.check_fits(self.task, self.length)
 
-    @property
-    def answers(self) -> int:
-        """No training row asks more often than this; 0 where rows may ask at every token."""
+    def answers(self, rows: int | None) -> int:
+        """No training batch of so many rows, or with None no row of one, asks more often."""
         if self.kind == TEXT:
-            return 0
+            return self.length * (rows or 1)
+        if rows:
+            return tasks.most_answers(self.task, rows, self.length)
         parts = [self.task.part(*entry[:-1]) for entry in self.task.train]
-        most = max(self.length // part.length * self.task.answers(part) for part in parts)
-        return most if most < self.length else 0
+        return max(self.length // part.length * self.task.answers(part) for part in parts)
 
     @property
     def decoder(self) -> str:

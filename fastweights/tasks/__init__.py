@@ -14,6 +14,7 @@ from fastweights.tasks.base import (
     device_batch,
     eval_rows,
     eval_slices,
+    most_answers,
     slice_batch,
     train_batch,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "device_batch",
     "eval_rows",
     "eval_slices",
+    "most_answers",
     "slice_batch",
     "train_batch",
 ]

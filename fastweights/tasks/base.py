@@ -5,7 +5,7 @@ Array legend: N examples, T tokens of one example, R rows, L tokens of a row.
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ class TaskConfig:
 
     Attributes:
       train: an entry and a weight of each training slice. The weights are shares of *examples*: as
-        a row holds only one slice and more of its short examples, rows are drawn with probability
+        a row holds only one slice and more of its short examples, a slice's share of the rows is
         proportional to weight / examples per row.
       test: an entry of each evaluation slice.
       test_examples: examples in each evaluation slice.
@@ -174,21 +174,19 @@ class TaskConfig:
 def train_batch(config: TaskConfig, *, seed: int, index: int, rows: int, length: int) -> Batch:
     """The training batch number `index` of the run with this seed: a pure function of both.
 
-    Every row holds examples of one slice, drawn as `TaskConfig.train` says.
+    Every row holds examples of one slice, each slice as many rows as `TaskConfig.train` says: where
+    that is no whole number, one row more or less, which the batch draws.
     """
     check_fits(config, length)
     rng = stream(seed, TRAIN_STREAM, index)
-    parts, odds_S = _mix(config, length)
-    choice_R = rng.choice(len(parts), size=rows, p=odds_S)
-    batch: Batch = {}
-    for i, part in enumerate(parts):
-        chosen = np.flatnonzero(choice_R == i)
-        if not len(chosen):
-            continue
-        found = slice_batch(config, part, HostDraws(rng), len(chosen), length)
-        for name, values_RL in found.items():
-            batch.setdefault(name, np.zeros((rows, length), np.int32))[chosen] = values_RL
-    return batch
+    mix = _mix(config, rows, length)
+    counts_S = np.diff((mix.ends_S + rng.integers(ROW)) // ROW, prepend=0)
+    found = [
+        slice_batch(config, part, HostDraws(rng), count, length)
+        for part, count in zip(mix.parts, counts_S.tolist(), strict=True)
+        if count
+    ]
+    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
 
 def device_batch(
@@ -202,25 +200,50 @@ def device_batch(
     key = jax.random.key(seed)
     for word in (TRAIN_STREAM, index):
         key = jax.random.fold_in(key, word)
-    parts, odds_S = _mix(config, length)
-    chosen, *keys = jax.random.split(key, 1 + len(parts))
-    choice_R1 = jax.random.categorical(chosen, jnp.log(jnp.asarray(odds_S)), shape=(rows,))[:, None]
-    batch: dict[str, jax.Array] = {}
-    # Every slice fills all rows and each row keeps one: shapes may not depend on the choice.
-    for i, (part, key) in enumerate(zip(parts, keys, strict=True)):
-        found = slice_batch(config, part, DeviceDraws(key), rows, length)
-        for name, values_RL in found.items():
-            kept_RL = batch[name] if i else values_RL
-            batch[name] = jnp.where(choice_R1 == i, values_RL, kept_RL)
-    return batch
+    mix = _mix(config, rows, length)
+    drawn, *keys = jax.random.split(key, 1 + len(mix.parts))
+    # Shapes may not depend on the draw, so each slice makes as many rows as it can have.
+    found = [
+        slice_batch(config, part, DeviceDraws(key), most, length)
+        for part, most, key in zip(mix.parts, mix.most_S.tolist(), keys, strict=True)
+    ]
+    ends_S = (jnp.asarray(mix.ends_S) + jax.random.randint(drawn, (), 0, ROW)) // ROW
+    made_S = jnp.asarray(np.cumsum(mix.most_S) - mix.most_S)
+    unused_S = made_S - jnp.concatenate([jnp.zeros_like(ends_S[:1]), ends_S[:-1]])
+    place_R = jnp.arange(rows)
+    slice_R = jnp.searchsorted(ends_S, place_R, side="right", method="compare_all")
+    place_R = place_R + unused_S[slice_R]
+    return {name: jnp.concatenate([part[name] for part in found])[place_R] for name in found[0]}
 
 
-def _mix(config: TaskConfig, length: int) -> tuple[list[Slice], np.ndarray]:
-    """The training slices and the probability that a row is of each."""
+ROW = 2**14
+"""Shares of rows are counted in this part of one."""
+
+
+class _Mix(NamedTuple):
+    """The training slices, where in a batch the rows of each end on average, in parts of a row, and
+    how many rows each has at most."""
+
+    parts: list[Slice]
+    ends_S: np.ndarray
+    most_S: np.ndarray
+
+
+def _mix(config: TaskConfig, rows: int, length: int) -> _Mix:
     parts = [config.part(*entry[:-1]) for entry in config.train]
     weight_S = np.array([entry[-1] for entry in config.train])
-    odds_S = weight_S / np.array([length // part.length for part in parts])
-    return parts, odds_S / odds_S.sum()
+    share_S = weight_S / np.array([length // part.length for part in parts])
+    ends_S = np.rint(rows * ROW * np.cumsum(share_S) / share_S.sum()).astype(np.int32)
+    return _Mix(parts, ends_S, -(-np.diff(ends_S, prepend=0) // ROW))
+
+
+def most_answers(config: TaskConfig, rows: int, length: int) -> int:
+    """How often a training batch of so many rows asks at most."""
+    mix = _mix(config, rows, length)
+    return sum(
+        most * (length // part.length) * config.answers(part)
+        for part, most in zip(mix.parts, mix.most_S.tolist(), strict=True)
+    )
 
 
 def slice_batch(config: TaskConfig, part: Slice, draws: Draws, rows: int, length: int) -> Any:

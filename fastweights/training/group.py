@@ -32,7 +32,7 @@ from fastweights.tasks import device_batch
 from fastweights.training import metrics, optim, run_folder
 from fastweights.training.checkpoint import Checkpoints
 from fastweights.training.state import fresh_state, make_blueprint
-from fastweights.training.step import compiler_options, make_train_step
+from fastweights.training.step import answers_of, compiler_options, make_train_step
 
 Members = Mapping[pathlib.Path, config_lib.Config]
 
@@ -92,7 +92,7 @@ def make_program(config: config_lib.Config, size: int) -> Program:
             loss_chunk=config.loss_chunk,
             z_loss=config.z_loss,
             balance_loss=config.balance_loss,
-            answers=config.data.answers,
+            answers=answers_of(config, mesh),
         )
 
         def body(carry: Any) -> Any:

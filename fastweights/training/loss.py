@@ -33,6 +33,13 @@ class TokenLoss(NamedTuple):
     correct_BT: jax.Array
 
 
+class Answers(NamedTuple):
+    """So many rows side by side, of which all are made, have no more targets than `most`."""
+
+    rows: int
+    most: int
+
+
 def training_loss(
     model: HybridLM,
     batch: dict[str, Any],
@@ -41,7 +48,7 @@ def training_loss(
     z_loss: float,
     total: jax.Array,
     balance_loss: float = 0.0,
-    answers: int = 0,
+    answers: Answers | None = None,
 ) -> tuple[jax.Array, Sums]:
     """(loss, sums) with loss = (nll + z_loss * z + balance_loss * balance) / total of the sums.
 
@@ -52,18 +59,16 @@ def training_loss(
 
     Args:
       model, batch, loss_chunk: as in `token_loss`.
-      answers: no row has more targets than this; logits are made for so many positions a row, those
-        with targets among them. 0 makes them for all.
+      answers: logits are made for no more positions than this says, those with targets; None makes
+        them for all.
       z_loss: weight of the squared log-partition.
       total: float32 scalar.
       balance_loss: weight of how unevenly experts are used; see `MixtureOfExperts`.
     """
     h_BTD, balance = _hidden(model, batch)
     head_DZ, targets_BT = model.head_DV, batch["targets"]
-    if 0 < answers < targets_BT.shape[1]:
-        place_BA = jnp.argsort(targets_BT == IGNORE, axis=1, stable=True)[:, :answers]
-        h_BTD = jnp.take_along_axis(h_BTD, place_BA[:, :, None], axis=1)
-        targets_BT = jnp.take_along_axis(targets_BT, place_BA, axis=1)
+    if answers is not None and answers.most < answers.rows * targets_BT.shape[1]:
+        h_BTD, targets_BT = _asked(h_BTD, targets_BT, answers)
     fused: Any = _fused(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss)
     loss, sums = fused
     if balance is None:
@@ -71,6 +76,20 @@ def training_loss(
     # Once a target token, so that microbatches weigh as their gradients do.
     balance = balance * jax.lax.stop_gradient(sums.count)
     return loss + balance_loss * balance / total, sums._replace(balance=balance)
+
+
+def _asked(h_BTD: jax.Array, targets_BT: jax.Array, answers: Answers) -> tuple[Any, Any]:
+    """Stream and targets at the positions with targets, [B / rows, most, ...], filled up."""
+    width = answers.rows * targets_BT.shape[1]
+    targets_NX, h_NXD = targets_BT.reshape(-1, width), h_BTD.reshape(-1, width, h_BTD.shape[2])
+
+    def find(targets_X):
+        return jnp.flatnonzero(targets_X != IGNORE, size=answers.most, fill_value=width)
+
+    place_NA = jax.vmap(find)(targets_NX)
+    take = functools.partial(jnp.take_along_axis, axis=1, mode="fill")
+    h_NAD = take(h_NXD, place_NA[:, :, None], fill_value=0)
+    return h_NAD, take(targets_NX, place_NA, fill_value=IGNORE)
 
 
 def token_loss(model: HybridLM, batch: dict[str, Any], *, loss_chunk: int) -> TokenLoss:
@@ -179,7 +198,12 @@ def _summed(scores: TokenLoss, targets_BC: jax.Array) -> Sums:
 def _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients):
     """((loss, sums), (dh_BTD, dhead_DZ) or None); gradients of total * loss."""
     acc, low = jnp.promote_types(h_BTD.dtype, jnp.float32), h_BTD.dtype
-    narrow_DZ = head_DZ.astype(low)
+
+    def whole(x_DZ: jax.Array) -> jax.Array:
+        """Gathered once and its gradient scattered once, not for every piece."""
+        return sharding.constrain(x_DZ, None, "vocab")
+
+    narrow_DZ = whole(head_DZ.astype(low))
 
     def one_piece(carry, piece):
         sums, dhead_DZ = carry
@@ -202,10 +226,10 @@ def _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients):
         dhead_DZ = dhead_DZ + jnp.einsum(
             "bcd,bcz->dz", h_BCD, dlogits_BCZ, preferred_element_type=acc
         )
-        return (sums, dhead_DZ), dh_BCD
+        return (sums, whole(dhead_DZ)), dh_BCD
 
     zeros = Sums(*[jnp.zeros((), acc)] * 2, *[jnp.zeros((), jnp.float32)] * 3)
-    start = zeros, jnp.zeros(head_DZ.shape, acc) if gradients else None
+    start = zeros, whole(jnp.zeros(head_DZ.shape, acc)) if gradients else None
     pieces = _pieces(h_BTD, targets_BT, loss_chunk)
     carry, dh_NBCD = jax.lax.scan(one_piece, start, pieces)
     sums, dhead_DZ = carry

@@ -13,7 +13,7 @@ from flax import nnx
 
 from fastweights import sharding
 from fastweights.model import bind
-from fastweights.training.loss import IGNORE, Sums, training_loss
+from fastweights.training.loss import IGNORE, Answers, Sums, training_loss
 from fastweights.training.state import Blueprint, State
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def make_train_step(
     loss_chunk: int,
     z_loss: float,
     balance_loss: float = 0.0,
-    answers: int = 0,
+    answers: Answers | None = None,
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """Builds the step; the caller jits it with pinned shardings and a donated state.
 
@@ -96,6 +96,13 @@ def make_train_step(
     return train_step
 
 
+def answers_of(config: Config, mesh: jax.sharding.Mesh) -> Answers:
+    """Of the whole batch, or where it is cut into microbatches or over devices of each row."""
+    if mesh.size == 1 and config.accum_steps == 1:
+        return Answers(config.batch_size, config.data.answers(config.batch_size))
+    return Answers(1, config.data.answers(None))
+
+
 def _accumulate(
     grad_fn: Callable, params: Any, batch: Batch, total: jax.Array, accum_steps: int
 ) -> tuple[jax.Array, Sums, Any]:
@@ -136,7 +143,7 @@ def compile_step(
             loss_chunk=config.loss_chunk,
             z_loss=config.z_loss,
             balance_loss=config.balance_loss,
-            answers=config.data.answers,
+            answers=answers_of(config, mesh),
         ),
         # Pinned on both sides, or the compiler may lay the new state out otherwise than the old.
         in_shardings=(blueprint.shardings, batch_sharding),
