@@ -208,6 +208,7 @@ def train(folder: pathlib.Path, members: Members, should_stop: Callable[[int], b
         runs = [_Member(path, config, step) for path, config in members.items()]
         for run in runs:
             stack.callback(run.log.close)
+        # A run's seconds are its share of the group's, so that those of all runs can be summed.
         before = max(run.log.seconds for run in runs)
         started, last = time.perf_counter(), (time.perf_counter(), step)
         while True:
@@ -231,7 +232,8 @@ def train(folder: pathlib.Path, members: Members, should_stop: Callable[[int], b
             step = stop
             now = time.perf_counter()
             tokens = common.batch_size * common.data.length * (step - last[1])
-            speeds = {"tokens_per_s": tokens / (now - last[0]), "seconds": before + now - started}
+            share = before + (now - started) / len(runs)
+            speeds = {"tokens_per_s": tokens / (now - last[0]), "seconds": share}
             logs = step % common.log.every == 0 or step == common.steps
             for n, run in enumerate(runs):
                 if going[n] and logs and found_N["finite"][n]:

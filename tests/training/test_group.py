@@ -1,7 +1,9 @@
 """Runs trained as one program are the runs that train.py would make of them."""
 
 import functools
+import itertools
 import json
+import types
 
 import numpy as np
 import pytest
@@ -72,7 +74,10 @@ def test_a_member_that_diverges_says_so_and_stops_no_other(trained):
         assert run_folder.is_done(trained / name) and not run_folder.failure(trained / name)
 
 
-def test_a_group_stopped_twice_ends_as_one_that_was_not(trained, tmp_path):
+def test_a_group_stopped_twice_ends_as_one_that_was_not(trained, tmp_path, monkeypatch):
+    # A step takes two looks at a clock that goes on by 3 seconds each.
+    clock = itertools.count(step=3)
+    monkeypatch.setattr(group, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     for last in (5, 9):
 
         def stop(step: int, last: int = last) -> bool:
@@ -83,6 +88,9 @@ def test_a_group_stopped_twice_ends_as_one_that_was_not(trained, tmp_path):
     for name in "ab":
         assert_same_run(tmp_path / name, trained / name)
         assert evaluated(tmp_path / name) == evaluated(trained / name)
+        # Of the 6 seconds of a step each of three members has a share.
+        records = metrics.read_metrics(tmp_path / name, "train")
+        assert [r["seconds"] for r in records] == [2.0 * r["step"] for r in records]
     assert run_folder.failure(tmp_path / "c") == run_folder.failure(trained / "c")
 
 
