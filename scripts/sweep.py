@@ -136,6 +136,9 @@ def run_unit(
     )
     said_before = log_path.stat().st_size if log_path.exists() else 0
     code = launch(command, log_path)
+    if run_folder.in_use(unit.folder):  # One that was left behind while it started was quicker.
+        run_unit(workdir, unit, launch, leaving)
+        return
     seconds = time.perf_counter() - started
     lines = log_path.read_bytes()[said_before:].decode(errors="replace").strip().splitlines()
     # What a process says while it ends is not the cause.

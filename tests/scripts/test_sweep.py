@@ -281,22 +281,33 @@ def test_names_tell_fields_apart_that_end_alike():
     assert sweeps.run_name({"seed": 1, "data.seed": 2}) == "seed=1,data.seed=2"
 
 
-def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch, capsys, begun):
     """Such as one whose sweep was killed alone: it is in use and has not failed."""
     config = tmp_path / "config.py"
     config.write_text(GROUPED)
     point = sweeps.read_points(str(config), [])[0]
     folder = tmp_path / "runs" / point.name
-    lock = run_folder.claim(folder)
+    locks = [run_folder.claim(folder)] if begun else []
 
     def finish():
         (folder / "config.json").write_text(config_lib.to_json(point.config))
         run_folder.mark_done(folder, 8)
-        lock.close()
+        locks.pop().close()
+
+    def launch(command, log):
+        """Finds that the other process, which was starting too, has the folder already."""
+        assert not locks, "trained twice"
+        locks.append(run_folder.claim(folder))
+        other.start()
+        log.write_text("error: the folder is in use\n")
+        return 2
 
     monkeypatch.setattr(sweep, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(launching, "here", lambda env: lambda *_: pytest.fail("trained twice"))
-    threading.Timer(0.1, finish).start()
+    monkeypatch.setattr(launching, "here", lambda env: launch)
+    other = threading.Timer(0.1, finish)
+    if begun:
+        other.start()
     argv = ["--config", str(config), "--workdir", str(tmp_path / "runs"), "--only", point.name]
     assert sweep.main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
