@@ -60,7 +60,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.optim.warmup_steps, config.optim.clip_norm, config.optim.end_lr_ratio = 0, 0.0, 0.0
     config.optim.b2 = 0.999
     config.log.every = 450
-    config.eval.every = config.checkpoint.every = 2250
+    config.eval.every = config.checkpoint.every = 4500
     config.eval.stop_at = 0.99
     config.eval.final = "recall,length"
     return config

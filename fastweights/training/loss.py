@@ -1,6 +1,7 @@
 """Next-token loss whose logits exist for a piece of each row at a time.
 
-B batch, T tokens, D model width, C tokens of a piece, N pieces, Z vocabulary.
+B batch, T tokens, D model width, C tokens of a piece, N pieces, Z vocabulary, S devices that the
+rows lie on.
 """
 
 import functools
@@ -198,15 +199,20 @@ def _summed(scores: TokenLoss, targets_BC: jax.Array) -> Sums:
 def _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients):
     """((loss, sums), (dh_BTD, dhead_DZ) or None); gradients of total * loss."""
     acc, low = jnp.promote_types(h_BTD.dtype, jnp.float32), h_BTD.dtype
+    # Gathered once, and its gradient summed over the devices once, not for every piece.
+    narrow_DZ = sharding.constrain(head_DZ.astype(low), None, "vocab")
+    pieces = _pieces(h_BTD, targets_BT, loss_chunk)
+    rows = pieces[0].shape[1]
+    logical = "slices" if sharding.cuts_tokens(h_BTD.shape[1]) else "batch"
+    shares = rows // sharding.part(rows, logical)
 
-    def whole(x_DZ: jax.Array) -> jax.Array:
-        """Gathered once and its gradient scattered once, not for every piece."""
-        return sharding.constrain(x_DZ, None, "vocab")
-
-    narrow_DZ = whole(head_DZ.astype(low))
+    def by_device(x_BCX: jax.Array, axis: str | None) -> jax.Array:
+        """The rows as [S, B / S, C, X], the first axis cut over the devices."""
+        x_SBCX = x_BCX.reshape(shares, rows // shares, *x_BCX.shape[1:])
+        return sharding.constrain(x_SBCX, logical if shares > 1 else None, None, None, axis)
 
     def one_piece(carry, piece):
-        sums, dhead_DZ = carry
+        sums, dhead_SDZ = carry
         h_BCD, targets_BC = piece
         logits_BCZ = _logits(h_BCD, narrow_DZ)
         scores, log_partition_BC = _score(logits_BCZ, targets_BC)
@@ -223,21 +229,20 @@ def _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients):
         dh_BCD = jnp.einsum(
             "bcz,dz->bcd", dlogits_BCZ, narrow_DZ, preferred_element_type=acc
         ).astype(low)
-        dhead_DZ = dhead_DZ + jnp.einsum(
-            "bcd,bcz->dz", h_BCD, dlogits_BCZ, preferred_element_type=acc
+        h_SBCD, dlogits_SBCZ = by_device(h_BCD, None), by_device(dlogits_BCZ, "vocab")
+        dhead_SDZ = dhead_SDZ + jnp.einsum(
+            "sbcd,sbcz->sdz", h_SBCD, dlogits_SBCZ, preferred_element_type=acc
         )
-        return (sums, whole(dhead_DZ)), dh_BCD
+        return (sums, dhead_SDZ), dh_BCD
 
     zeros = Sums(*[jnp.zeros((), acc)] * 2, *[jnp.zeros((), jnp.float32)] * 3)
-    start = zeros, whole(jnp.zeros(head_DZ.shape, acc)) if gradients else None
-    pieces = _pieces(h_BTD, targets_BT, loss_chunk)
-    carry, dh_NBCD = jax.lax.scan(one_piece, start, pieces)
-    sums, dhead_DZ = carry
+    start = zeros, jnp.zeros((shares, *head_DZ.shape), acc) if gradients else None
+    (sums, dhead_SDZ), dh_NBCD = jax.lax.scan(one_piece, start, pieces)
     out = (sums.nll + z_loss * sums.z) / total, sums
-    if dh_NBCD is None or dhead_DZ is None:
+    if dh_NBCD is None or dhead_SDZ is None:
         return out, None
     dh_BTD = _joined(dh_NBCD, length=h_BTD.shape[1])
-    return out, (dh_BTD, dhead_DZ.astype(head_DZ.dtype))
+    return out, (dh_BTD, dhead_SDZ.sum(axis=0).astype(head_DZ.dtype))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
