@@ -36,6 +36,7 @@ class Summary:
       low, high: 95 % bootstrap interval of it, over seeds and over the examples of each.
       robustness: mean score over the logarithm of the rate; the score itself for a single rate.
       scores: rate -> one score a seed.
+      nll: loss at the answers, mean over the finished seeds at `lr`; None where rows have none.
       row: a row of the best rate, for what does not depend on seeds.
     """
 
@@ -48,6 +49,7 @@ class Summary:
     high: float
     robustness: float
     scores: dict[float, list[float]]
+    nll: float | None
     row: dict[str, Any]
 
     @property
@@ -98,8 +100,11 @@ def _summary(model: str, eval_name: str, slice_name: str, rows: list[dict[str, A
         seen.add(place)
         scores[row["lr"]].append(row["recall"])
         errors[row["lr"]].append(row.get("error") or 0.0)
-    finished = {row["lr"]: row for row in rows if row["status"] == "done"}
-    best = max(sorted(finished), key=lambda lr: float(np.mean(scores[lr])))
+    finished = [row for row in rows if row["status"] == "done"]
+    rates = sorted({row["lr"] for row in finished})
+    best = max(rates, key=lambda lr: float(np.mean(scores[lr])))
+    at_best = [row for row in finished if row["lr"] == best]
+    losses = [row["nll"] for row in at_best if row.get("nll") is not None]
     low, high = interval(scores[best], errors[best])
     return Summary(
         model,
@@ -111,7 +116,8 @@ def _summary(model: str, eval_name: str, slice_name: str, rows: list[dict[str, A
         high,
         robustness({lr: float(np.mean(found)) for lr, found in scores.items()}),
         dict(scores),
-        finished[best],
+        float(np.mean(losses)) if losses else None,
+        at_best[0],
     )
 
 

@@ -54,9 +54,9 @@ def accuracy_against_attention(summaries: Sequence[Summary]) -> Figure:
     _scatter(recall, summaries, "attention_share", "share of attention layers")
     recall.set_ylabel(f"recall on {summaries[0].slice}")
     for summary in summaries:
-        loss.plot(summary.row["attention_share"], summary.row["nll"], "o", label=summary.model)
+        loss.plot(summary.row["attention_share"], summary.nll, "o", label=summary.model)
     loss.set_xlabel("share of attention layers")
-    loss.set_ylabel("loss at the answers (nats, one seed)")
+    loss.set_ylabel("loss at the answers (nats)")
     loss.grid(alpha=0.3)
     loss.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

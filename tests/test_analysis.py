@@ -18,6 +18,7 @@ def row(lr, seed, recall, error=0.0, run="pattern=GA"):
 
 def test_a_model_stands_at_the_rate_of_its_best_mean():
     rows = [row(0.1, 0, 1.0), row(0.1, 1, 0.0), row(0.2, 0, 0.6), row(0.2, 1, 0.8)]
+    rows = [found | {"nll": nll} for found, nll in zip(rows, (0.0, 9.0, 1.0, 1.5), strict=True)]
     # Of a rate at which one seed of two diverged, the other's score is half; of one at which all
     # did, nothing is known but that.
     failed = {"status": "failed: not finite", "slice": "", "recall": None}
@@ -25,7 +26,7 @@ def test_a_model_stands_at_the_rate_of_its_best_mean():
     rows.append({"run": "no,config", "eval": "recall", "status": "failed: no GPU"})
     (found,) = analysis.summarise(rows)
     assert (found.model, found.lr, found.seeds) == ("pattern=GA", 0.2, 2)
-    assert found.score == pytest.approx(0.7)
+    assert found.score == pytest.approx(0.7) and found.nll == pytest.approx(1.25)
     assert (found.low, found.high) == pytest.approx((0.6, 0.8))
     assert found.scores == {0.01: [0.0], 0.1: [1.0, 0.0], 0.2: [0.6, 0.8], 0.3: [0.9, 0.0]}
     (found,) = analysis.summarise([row(0.3, 0, 0.0), {**row(0.1, 0, 0), **failed}])

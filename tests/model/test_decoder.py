@@ -81,7 +81,7 @@ def test_packed_documents_are_given_back_as_in_rows_of_their_own():
 def test_data_and_decoder_must_belong_together():
     fields = ["data.kind=compression", "data.length=32", "model.decoder=positions"]
     config = config_lib.load("tests/tiny.py", fields)
-    assert config.data.answers == 31
+    assert config.data.answers(None) == 31
     for model_fields, told in (
         (
             dict(model=dataclasses.replace(config.model, decoder="none")),
