@@ -186,17 +186,15 @@ def _slow_abort(coordinator: "_Other", patience: float) -> Iterator[None]:
 
     JAX's client aborts the moment that process 0's coordination service is gone, and speaks of a
     leader. The thread that aborts is one of JAX's own and has no way back, but while it waits here
-    `watch` finds process 0 silent, says so and ends all. Any other abort goes on with the next sign
-    of life of process 0.
+    `watch` finds process 0 silent, says so and ends all. Any other abort goes on once process 0 has
+    shown that it lives.
     """
     handle = ctypes.CDLL(None).signal
     handle.argtypes, handle.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def wait(number):
-        began = time.monotonic()
-        while coordinator.heard < began and time.monotonic() < began + patience:
-            time.sleep(0.1)
+        coordinator.await_life(patience)
         handle(number, before)
         os.kill(os.getpid(), number)
 
@@ -212,7 +210,8 @@ class _Other:
     """What is known of another process from its file, which is gone once all has gone well."""
 
     def __init__(self, path: pathlib.Path):
-        self._path, self.heard, self._began = path, time.monotonic(), False
+        self._path, self._heard, self._began = path, time.monotonic(), False
+        self._signs = 0
         self._text = self._read()  # of an earlier start, perhaps
 
     def _read(self) -> str:
@@ -223,18 +222,28 @@ class _Other:
 
     def excuse(self) -> None:
         """Its silence so far does not count."""
-        self.heard = time.monotonic()
+        self._heard = time.monotonic()
+
+    def await_life(self, patience: float) -> None:
+        """Returns when another thread has read two more signs of life, or after so many seconds.
+
+        One would not do: it may be from before the call.
+        """
+        enough, deadline = self._signs + 2, time.monotonic() + patience
+        while self._signs < enough and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def cause_of_death(self, silence: float) -> str:
         """Why it counts as dead; empty while it lives, or has finished."""
         text = self._read()
         if text != self._text:
-            self._text, self.heard, self._began = text, time.monotonic(), True
+            self._text, self._heard, self._began = text, time.monotonic(), True
+            self._signs += 1
         if self._began and not text:
             return ""
         if self._began and text.startswith(ENDED):
             return text
-        quiet = time.monotonic() - self.heard
+        quiet = time.monotonic() - self._heard
         return f"has given no sign of life for {quiet:.0f} s" if quiet > silence else ""
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -146,16 +147,28 @@ def test_sigterm_to_one_process_saves_and_ends_both(tmp_path):
     assert len(list((workdir / "checkpoints").iterdir())) == 1
 
 
-def test_an_abort_that_is_not_for_process_0_is_not_held_up():
+def test_an_abort_goes_on_once_process_0_is_known_to_live():
     """The process that aborts would else go on with its signs of life."""
     script = """
-import math, os, types
+import os, types
 from fastweights.training import processes
-with processes._slow_abort(types.SimpleNamespace(heard=math.inf), patience=1000):
+with processes._slow_abort(types.SimpleNamespace(await_life=lambda patience: None), 1000):
     os.abort()
 """
     ended = subprocess.run([sys.executable, "-c", script], cwd=runs.ROOT, timeout=60, check=False)
     assert ended.returncode == -signal.SIGABRT
+
+
+def test_one_sign_of_life_may_be_from_before(tmp_path):
+    path = tmp_path / "process-0"
+    other = processes._Other(path)
+    waiting = threading.Thread(target=other.await_life, args=(60,), daemon=True)
+    waiting.start()
+    for sign, goes_on in (("", True), ("1", True), ("2", False)):
+        path.write_text(sign)
+        assert other.cause_of_death(60) == ""
+        waiting.join(0.5 if goes_on else 20)
+        assert waiting.is_alive() == goes_on
 
 
 def test_a_coordinator_without_a_port_is_refused():
