@@ -20,11 +20,12 @@ from matplotlib import pyplot as plt
 
 import collect
 import figures
-from fastweights import analysis, cli, files
+from fastweights import analysis, cli, evals, files
 from fastweights.analysis import Summary
 from fastweights.errors import check
 from fastweights.files import write_atomic
 
+SHOWN = ("recall", "length")
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; }
 table { border-collapse: collapse; margin: 1em 0; }
@@ -38,18 +39,24 @@ th { border-bottom: 2px solid #888; } img { max-width: 100%; } .note { color: #6
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", type=pathlib.Path, help="folder of a sweep's runs")
-    parser.add_argument("--eval", default="recall", help="the evals whose rows to show")
+    parser.add_argument("--eval", default="recall", help="recall, length or both, by comma")
     parser.add_argument(
         "--out", type=pathlib.Path, help="folder (default: report/ beside the runs)"
     )
     args, rest = cli.parse(parser, argv)
     check(not rest, f"report reads what is on disk and takes no overrides, got {rest}.")
+    others = [name for name in evals.split_names(args.eval) if name not in SHOWN]
+    check(
+        not others,
+        f"the report shows the evals {' and '.join(SHOWN)}, not {', '.join(others)}, whose rows "
+        "have other columns; gather those with scripts/collect.py.",
+    )
     rows = collect.collect(args.folder, args.eval)
     summaries = analysis.summarise(rows)
     check(
         bool(summaries),
         f"'{args.folder}' has no finished run with recall in the eval {args.eval} "
-        f"({rows[0]['status']}); let the sweep finish one, or name another --eval.",
+        f"({rows[0]['status']}); let the sweep finish one.",
     )
     out = args.out or args.folder / "report"
     out.mkdir(parents=True, exist_ok=True)

@@ -115,6 +115,8 @@ def test_the_report_wants_a_finished_run(tmp_path):
     run_folder.mark_failed(folder, "no GPU")
     with pytest.raises(UserError, match=r"with recall in the eval recall .failed: no GPU"):
         report.main([str(tmp_path)])
+    with pytest.raises(UserError, match=r"shows the evals recall and length, not age, ppl, whose"):
+        report.main([str(tmp_path), "--eval", "recall,age,ppl"])
 
 
 def test_collect_gathers_several_evals(tmp_path, swept):
