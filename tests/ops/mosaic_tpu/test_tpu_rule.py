@@ -30,15 +30,25 @@ def test_edges(edge):
     family.check(RULE, edges.edited(RULE, edge, **SIZES), implementation="pallas")
 
 
-@EDGES
-def test_edges_in_bfloat16(edge):
-    """Only results that are bfloat16 themselves show it, though keys be identical."""
-    x, wide = family.narrowed(RULE, edges.edited(RULE, edge, **SIZES))
+def check_in_bfloat16(x):
+    """Only results that are bfloat16 themselves show it."""
+    x, wide = family.narrowed(RULE, x)
     got, want = family.run(RULE, x, implementation="pallas"), family.recurrence(RULE, wide)
     rounded = {name for name in got if got[name].dtype == jnp.bfloat16}
     assert rounded == {"o", "dq", "dk", "dv"}
     for names, tolerance in ((rounded, 4e-3), (set(got) - rounded, 1e-3)):
         oracle.assert_close({n: got[n] for n in names}, {n: want[n] for n in names}, tolerance)
+
+
+@EDGES
+def test_edges_in_bfloat16(edge):
+    """Identical keys among them."""
+    check_in_bfloat16(edges.edited(RULE, edge, **SIZES))
+
+
+def test_bfloat16_gradients_of_a_key_head_in_five_steps():
+    """They leave the kernel in float32, a part from each step, and are rounded as a sum."""
+    check_in_bfloat16(RULES[RULE].draw(1, B=1, T=20, H=1, G=5, K=130, V=140))
 
 
 @pytest.mark.parametrize(
