@@ -126,7 +126,8 @@ def read_points(spec: str, overrides: Sequence[str]) -> list[Point]:
     """The points of a sweep config; all are checked before any runs.
 
     Raises:
-      UserError: no sweep() in the file, two points of one name, or a point that is no valid config.
+      UserError: no sweep() in the file, two points of one name, a point that is no valid config, or
+        an override of a field that the points set.
     """
     points: dict[str, Point] = {}
     found = config_lib.call_config_file(spec, "sweep", pass_arg=False)
@@ -137,6 +138,12 @@ def read_points(spec: str, overrides: Sequence[str]) -> list[Point]:
     for point in found:
         name = run_name(point)
         check(name not in points, f"{spec}: two points of sweep() are both '{name}'; drop one.")
+        clash = [override for override in overrides if override.partition("=")[0] in point]
+        check(
+            not clash,
+            f"--config.{clash[0] if clash else ''} would change nothing: {spec} gives each point a "
+            "value of its own; choose points with --only, or change the file.",
+        )
         full, set_fields = _spelt(spec, point)
         fields = (*overrides, *set_fields)
         try:

@@ -334,6 +334,15 @@ def test_a_bad_sweep_is_refused_before_any_run(tmp_path, body, told):
     assert not (tmp_path / "runs").exists()
 
 
+def test_an_override_of_a_field_that_the_points_set_is_refused(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG)
+    with pytest.raises(
+        UserError, match=r"--config.seed=3 would change nothing: .*config\.py gives"
+    ):
+        sweeps.read_points(str(path), ["steps=9", "seed=3"])
+
+
 def test_collect_and_plot_name_what_is_missing(tmp_path):
     with pytest.raises(UserError, match="holds no run"):
         collect.main([str(tmp_path)])
