@@ -1,7 +1,8 @@
 """From a sweep's rows to comparisons that are fair: best rate, robustness, intervals, floors.
 
 Rows are those of scripts/collect.py. Runs that differ in learning rate and seed alone are one
-model; its score is the mean over seeds at the best rate, its robustness the area under the mean
+model. It has one rate on all slices and evals, that of the best mean over the slices of its first
+eval and over seeds; its score is the mean over seeds there, its robustness the area under the mean
 over the logarithm of the rate, as a share of the range tried: 1 is perfect at every rate. A run
 that failed, as one that diverged, counts as a score of 0: left out, its rate would look safe.
 """
@@ -58,8 +59,8 @@ class Summary:
 
 
 def model_name(run: str) -> str:
-    """A run's name without its learning rate and seed."""
-    return re.sub(r",?\b(lr|seed)=[^,/]*", "", run).strip(",") or "model"
+    """A run's name without its learning rate, its seed and what models were made equal in."""
+    return re.sub(r",?\b(lr|seed|matched)=[^,/]*", "", run).strip(",") or "model"
 
 
 def summarise(rows: Sequence[dict[str, Any]]) -> list[Summary]:
@@ -78,7 +79,24 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[Summary]:
         for (model, eval_name, _), found in groups.items():
             if (model, eval_name) == (model_name(row["run"]), row["eval"]):
                 found.append({**row, "recall": 0.0})
-    return [_summary(*key, found) for key, found in groups.items()]
+    rates = _best_rates(groups)
+    return [_summary(*key, found, rates[key[0]]) for key, found in groups.items()]
+
+
+def _best_rates(groups: dict[tuple[str, str, str], list[dict[str, Any]]]) -> dict[str, float]:
+    """Model -> its rate, one at which a run has finished."""
+    scores: dict[str, dict[float, list[float]]] = collections.defaultdict(dict)
+    first: dict[str, str] = {}
+    for (model, eval_name, slice_name), rows in groups.items():
+        if first.setdefault(model, eval_name) != eval_name or "/" in slice_name:
+            continue
+        for row in sorted(rows, key=lambda row: (row["status"] != "done", row["lr"])):
+            if row["status"] == "done" or row["lr"] in scores[model]:
+                scores[model].setdefault(row["lr"], []).append(row["recall"])
+    return {
+        model: max(of_rates, key=lambda lr: float(np.mean(of_rates[lr])))
+        for model, of_rates in scores.items()
+    }
 
 
 def failed_runs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,7 +104,9 @@ def failed_runs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["status"].startswith("failed") and row.get("lr") is not None]
 
 
-def _summary(model: str, eval_name: str, slice_name: str, rows: list[dict[str, Any]]) -> Summary:
+def _summary(
+    model: str, eval_name: str, slice_name: str, rows: list[dict[str, Any]], rate: float
+) -> Summary:
     scores: dict[float, list[float]] = collections.defaultdict(list)
     errors: dict[float, list[float]] = collections.defaultdict(list)
     seen = set()
@@ -102,7 +122,8 @@ def _summary(model: str, eval_name: str, slice_name: str, rows: list[dict[str, A
         errors[row["lr"]].append(row.get("error") or 0.0)
     finished = [row for row in rows if row["status"] == "done"]
     rates = sorted({row["lr"] for row in finished})
-    best = max(rates, key=lambda lr: float(np.mean(scores[lr])))
+    # An eval that was run later, by hand, may lack the runs of the model's rate.
+    best = rate if rate in rates else max(rates, key=lambda lr: float(np.mean(scores[lr])))
     at_best = [row for row in finished if row["lr"] == best]
     losses = [row["nll"] for row in at_best if row.get("nll") is not None]
     low, high = interval(scores[best], errors[best])

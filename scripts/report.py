@@ -4,8 +4,8 @@
 
 Beside the page (runs/ratio/report/index.html) lie the same figures as PNG and all rows as one CSV.
 A model is all runs that differ in learning rate and seed alone. It is shown at the rate of the best
-mean over seeds, with the 95 % bootstrap interval over seeds and examples; robustness is the area
-under its recall over the logarithm of the rate. Failed runs count as a recall of 0.
+mean over slices and seeds, with the 95 % bootstrap interval over seeds and examples; robustness is
+the area under its recall over the logarithm of the rate. Failed runs count as a recall of 0.
 """
 
 import argparse

@@ -35,6 +35,27 @@ def test_a_model_stands_at_the_rate_of_its_best_mean():
         analysis.summarise([*rows, row(0.1, 0, 0.5)])
 
 
+def test_a_model_has_one_rate_on_all_slices():
+    """The one that is best over the first eval's slices, kinds of answers left out."""
+
+    def cell(lr, recall, **place):
+        return row(lr, 0, recall, run="pattern=A,matched=state") | place
+
+    rows = []
+    for lr, (short, long, kind, beyond) in {
+        0.1: (0.9, 0.1, 0.0, 0.9),
+        0.2: (0.7, 0.4, 1.0, 0.2),
+    }.items():
+        rows += [cell(lr, short), cell(lr, long, slice="T64"), cell(lr, kind, slice="T64/old")]
+        rows.append(cell(lr, beyond, slice="T128", eval="length"))
+    found = analysis.summarise(rows)
+    assert {s.model for s in found} == {"pattern=A"}
+    assert [(s.lr, s.score) for s in found] == [(0.2, 0.7), (0.2, 0.4), (0.2, 1.0), (0.2, 0.2)]
+    # Without the runs of that rate in a second eval, its own best.
+    (*_, alone) = analysis.summarise([r for r in rows if r["eval"] == "recall" or r["lr"] == 0.1])
+    assert (alone.eval, alone.lr) == ("length", 0.1)
+
+
 def test_robustness_is_the_area_over_the_logarithm_of_the_rate():
     # 1e-3 to 1e-2 is two thirds of the range in logarithms.
     means = {1e-3: 0.0, 1e-2: 1.0, 10**-1.5: 1.0}
