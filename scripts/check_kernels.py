@@ -55,6 +55,7 @@ S = (2, 512, 2, 2, 128, 128)
 CASES = (
     Case("random", S),
     Case("decay of e^-3 a token", S, shift=3.0),
+    Case("decay of e^-12 a token", S, shift=12.0),
     Case("decay of e^-40 a token", S, shift=40.0),
     Case("hardly any decay", S, shift=-8.0),
     Case("keys alike, decay", S, cosine=0.99, beta=0.95),

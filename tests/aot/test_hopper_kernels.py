@@ -102,7 +102,7 @@ def make(delta=True):
 def unmake(delta=True):
     row, parts = single(B, G, N, 64), single(2, B, G, N, 64)
     call = functools.partial(gradients, simulate=False)
-    return call, (parts, parts, parts, row if delta else None)
+    return call, (parts, parts, parts, parts, row if delta else None)
 
 
 VARIANTS = [
@@ -167,11 +167,13 @@ def compiled(mesh, call, arguments, **options):
         return jitted.lower(*arguments).compile()
 
 
-# By kernel, K and V. Four tiles of V leave the one warpgroup of `local_gradients` no register to
-# spare; 64 x 256 numbers of a state are half of all that the warpgroup of `scan_forward` has. At
+# By kernel, K and V. Three or four tiles of V, or more parts of K, leave the one warpgroup of
+# `local_gradients` no register to spare; 64 x 256 numbers of a state are half of all that the warpgroup of `scan_forward` has. At
 # K = V = 128 it is the warpgroup that copies, which waits for the others anyway, where it saves.
 SPILLS = {
-    ("local_gradients", 128, 256): 16,
+    ("local_gradients", 128, 192): 56,
+    ("local_gradients", 128, 256): 176,
+    ("local_gradients", 256, 128): 16,
     ("scan_forward", 256, 128): 8,
     ("scan_forward", 128, 128): 8,
 }

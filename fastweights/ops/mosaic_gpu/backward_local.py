@@ -2,18 +2,22 @@
 
 With dV (of the third kernel), the state S before the chunk and the gradient dS behind it,
 
-    dP  = scale lower(dO U^T) * D          E  = -strictly_lower(dV U^T) * D
-    dq  = scale diag(a) dO S^T + dP K
+    p   = scale <dO, U>                    row by row, what a token reads of itself
+    dP  = scale strictly_lower(dO U^T) * D
+    E   = -strictly_lower(dV U^T) * D
+    dq  = scale diag(a) dO S^T + dP K      and p k beside it
     e   = E K - diag(a) dV S^T             (what k gets as the key that is looked up, beta in it)
-    dk  = diag(b) U dS^T + dP^T Q + E^T K + e
-    dG  = <q, dq> - <k, dk - e> + <k, e>   row by row, and at the chunk's last token also
-          sum_i <k_i, b_i (U dS^T)_i> + c <S, dS>
+    dk  = dP^T Q + E^T K                   and e, p q and diag(b) U dS^T beside it
+    w   = <k, b (U dS^T)>                  row by row, as is
+    r   = <q, dq> + <k, e - dk>
+    dg_t = sum_{i>=t} r_i + sum_{i<t} w_i + c <S, dS>
     dbeta = <dV, U> / beta^2
 
 (E in place of the inverse's derivative is the form of MaxText's gated delta kernels; dbeta follows
 because dV = beta u and U holds one beta, so that neither v nor the inverse is needed here.) Without
-delta the terms with E, e and dbeta go. The sums of dG are taken in float32 before dq and dk are
-rounded: from rounded ones they would be wrong by a tenth under strong decay.
+delta the terms with E, e and dbeta go. No decay comes between a token's write and its own read or
+what is behind it: under strong decay these terms are larger than all of dg, which therefore may not
+be found by taking them from a sum. Its sums are in float32, from dq and dk before they are rounded.
 
 A unit of work is a chunk times 64 columns of K, on one warpgroup; two blocks share a multiprocessor
 and hide each other's waiting. Blocks are persistent and refill each tile as soon as its last reader
@@ -65,16 +69,18 @@ class Local(NamedTuple):
 
     Attributes:
       dq_BTGK, dk_BTGK: bfloat16, one for each value head.
-      dsum_JBGNC: float32, parts of dG; their sum over J is dG but for the last token's extra.
-      last_JBGNC: float32; its sum over J and C is that extra.
-      write_JBGNC: float32, <dV, U>, the same for each J; undefined without delta.
+      felt_JBGNC: float32; r is the sum over J.
+      written_JBGNC: float32; w is the sum over J.
+      kept_JBGNC: float32; c <S, dS> is the sum over J and C.
+      dot_JBGNC: float32, <dV, U>, the same for each J; undefined without delta.
     """
 
     dq_BTGK: jax.Array
     dk_BTGK: jax.Array
-    dsum_JBGNC: jax.Array
-    last_JBGNC: jax.Array
-    write_JBGNC: jax.Array
+    felt_JBGNC: jax.Array
+    written_JBGNC: jax.Array
+    kept_JBGNC: jax.Array
+    dot_JBGNC: jax.Array
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "simulate"))
@@ -108,7 +114,7 @@ def local_gradients(
         rest = list(rest)
         dv_ref: Any = rest.pop(0) if delta else None
         start_ref: Any = rest.pop(0) if packed else None
-        dq_ref, dk_ref, dsum_ref, last_ref, dot_ref = results
+        dq_ref, dk_ref, felt_ref, written_ref, kept_ref, dot_ref = results
         queries, keys, dos, us, dvs, Ss, dSs, rows, cols, reads, writes, starts, *barriers = scratch
         wide_full, state_full, narrow_full = barriers
 
@@ -166,19 +172,22 @@ def local_gradients(
 
             def masked(dots, dv_dots):
                 row, column = indices(SQUARE, zero)
-                low = row >= column
+                low = row > column
                 if packed:
                     low = low & (column >= along_rows(starts, SQUARE))
                 exponent = along_rows(rows, SQUARE) - jax.lax.broadcast_in_dim(
                     plgpu.load(cols, layout=COLUMN, optimized=False), SQUARE, [1]
                 )
                 D = power(low, exponent)
+
+                def diagonal(x):
+                    return jnp.sum(in_layout(jnp.where(row == column, x, 0.0)), axis=1)
+
                 dP = in_layout(dots * D * scale).astype(BF16)
                 if not delta:
-                    return dP, None
-                diagonal = in_layout(jnp.where(row == column, dv_dots, 0.0))
-                dot_ref.at[j, b, h, n][...] = jnp.sum(diagonal, axis=1)
-                return dP, in_layout(jnp.where(row > column, -(dv_dots * D), 0.0)).astype(BF16)
+                    return diagonal(dots) * scale, dP, None
+                dot_ref.at[j, b, h, n][...] = diagonal(dv_dots)
+                return diagonal(dots) * scale, dP, in_layout(-(dv_dots * D)).astype(BF16)
 
             def first(dots, *rest):
                 for part in range(parts):
@@ -195,7 +204,7 @@ def local_gradients(
                 out = masked(read(dots, parts), read(dv_dots, parts))
                 return (*out, read(seen))
 
-            dP, E, seen = with_sums(first, [SQUARE] * (3 if delta else 1), simulate)
+            own, dP, E, seen = with_sums(first, [SQUARE] * (3 if delta else 1), simulate)
             fence_reads(simulate)
             dP_tile = dvs.at[zero]
             E_tile: Any = dvs.at[1 + zero] if delta else None
@@ -223,7 +232,10 @@ def local_gradients(
             refill(fetch_wide)
             plgpu.barrier_wait(narrow_full)
             k = plgpu.load(key, layout=MATRIX).astype(F32)
-            last_ref.at[j, b, h, n][...] = kept + jnp.sum(k * written, axis=1)
+            kept_ref.at[j, b, h, n][...] = kept
+            written_ref.at[j, b, h, n][...] = jnp.sum(k * written, axis=1)
+
+            nothing = in_layout(jnp.zeros(SQUARE, F32))
 
             def decayed(x, factor):
                 return x * jax.lax.broadcast_in_dim(read_decay * factor, SQUARE, [0])
@@ -237,7 +249,7 @@ def local_gradients(
                     issue(dk, transposed(dP_tile), query)
                     issue(dk, transposed(E_tile), key)
 
-                begin = [decayed(wanted, scale), -decayed(seen, 1.0), written]
+                begin = [decayed(wanted, scale), -decayed(seen, 1.0), nothing]
                 dq, e, dk = continue_sums(third, begin, simulate)
             else:
 
@@ -246,15 +258,17 @@ def local_gradients(
                     issue(dq, dP_tile, key)
                     issue(dk, transposed(dP_tile), query)
 
-                dq, dk = continue_sums(third, [decayed(wanted, scale), written], simulate)
+                dq, dk = continue_sums(third, [decayed(wanted, scale), nothing], simulate)
                 e = None
             refill(fetch_dv)
             q = plgpu.load(query, layout=MATRIX).astype(F32)
             k = plgpu.load(key, layout=MATRIX).astype(F32)
             change = q * dq - k * dk if e is None else q * dq + k * (e - dk)
-            dsum_ref.at[j, b, h, n][...] = jnp.sum(change, axis=1)
+            felt_ref.at[j, b, h, n][...] = jnp.sum(change, axis=1)
+            own = jax.lax.broadcast_in_dim(own, SQUARE, [0])
+            dk = dk + written + own * q
             fence_reads(simulate)
-            query[...] = dq.astype(BF16)
+            query[...] = (dq + own * k).astype(BF16)
             key[...] = (dk if e is None else dk + e).astype(BF16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(query, dq_ref.at[b, tokens, h, mine])
@@ -302,7 +316,7 @@ def local_gradients(
             body,
             operands,
             name="local_gradients",
-            out_type=(gradient, gradient, sums, sums, sums),
+            out_type=(gradient, gradient, sums, sums, sums, sums),
             blocks=blocks,
             threads=1,
             scratch=scratch,

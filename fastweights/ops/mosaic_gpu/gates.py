@@ -81,25 +81,28 @@ def make_gates(
 
 
 def gradients(
-    dsum_JBGNC: jax.Array,
-    last_JBGNC: jax.Array,
-    write_JBGNC: jax.Array,
+    felt_JBGNC: jax.Array,
+    written_JBGNC: jax.Array,
+    kept_JBGNC: jax.Array,
+    dot_JBGNC: jax.Array,
     beta_BGNC: jax.Array | None,
     *,
     simulate: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Gradients by g and by beta, float32 [B, T, G], from the sums of `backward_local.Local`."""
-    parts, batch, heads, chunks, _ = dsum_JBGNC.shape
+    parts, batch, heads, chunks, _ = felt_JBGNC.shape
     if simulate:
-        dsum_BGNC = jnp.sum(dsum_JBGNC, axis=0)
-        dsum_BGNC = dsum_BGNC.at[..., -1].add(jnp.sum(last_JBGNC, axis=(0, -1)))
-        dg = _unchunked(jnp.flip(jnp.cumsum(jnp.flip(dsum_BGNC, -1), axis=-1), -1))
-        dbeta = None if beta_BGNC is None else _unchunked(write_JBGNC[0] / jnp.square(beta_BGNC))
+        felt_BGNC, written_BGNC = jnp.sum(felt_JBGNC, axis=0), jnp.sum(written_JBGNC, axis=0)
+        onward_BGNC = jnp.flip(jnp.cumsum(jnp.flip(felt_BGNC, -1), axis=-1), -1)
+        earlier_BGNC = jnp.cumsum(jnp.roll(written_BGNC, 1, axis=-1).at[..., 0].set(0.0), axis=-1)
+        kept_BGN = jnp.sum(kept_JBGNC, axis=(0, -1))
+        dg = _unchunked(onward_BGNC + earlier_BGNC + kept_BGN[..., None])
+        dbeta = None if beta_BGNC is None else _unchunked(dot_JBGNC[0] / jnp.square(beta_BGNC))
         return dg, dbeta
     out = jax.ShapeDtypeStruct((batch, chunks * CHUNK, heads), jnp.float32)
-    sources, targets = [dsum_JBGNC, last_JBGNC], [out]
+    sources, targets = [felt_JBGNC, written_JBGNC, kept_JBGNC], [out]
     if beta_BGNC is not None:
-        sources, targets = [*sources, write_JBGNC, beta_BGNC], [out, out]
+        sources, targets = [*sources, dot_JBGNC, beta_BGNC], [out, out]
     body = functools.partial(_undo, parts=parts)
     dg, *dbeta = _by_warps(body, sources, targets, "gate_gradients", (batch, heads, chunks))
     return dg, dbeta[0] if dbeta else None
@@ -210,18 +213,22 @@ def _make(thread: Thread, place: _Place, sources: list[Any], targets: list[Any])
 def _undo(
     thread: Thread, place: _Place, sources: list[Any], targets: list[Any], *, parts: int
 ) -> None:
-    dsum, last, *of_beta = (thread.address(x, place.row) for x in sources)
+    felt, written, kept, *of_beta = (thread.address(x, place.row) for x in sources)
     dg, *dbeta = (thread.address(x, place.tokens) for x in targets)
 
     def over_parts(base):
         pairs = [thread.load_many(2, thread.address(base, j * place.size)) for j in range(parts)]
         return [functools.reduce(thread.add, x) for x in zip(*pairs, strict=True)]
 
-    first, second = over_parts(dsum)
+    first, second = over_parts(felt)
     behind, _ = thread.sum_of_others(thread.add(first, second), place.lane, behind=True)
-    _, extra = thread.sum_of_others(thread.add(*over_parts(last)), place.lane)
-    second = thread.add(thread.add(behind, extra), second)
-    thread.store(dg, 0, thread.add(second, first))
+    mine, next_ = over_parts(written)
+    earlier, _ = thread.sum_of_others(thread.add(mine, next_), place.lane)
+    _, all_kept = thread.sum_of_others(thread.add(*over_parts(kept)), place.lane)
+    second = thread.add(behind, second)
+    first = thread.add(thread.add(second, first), thread.add(earlier, all_kept))
+    second = thread.add(second, thread.add(thread.add(earlier, mine), all_kept))
+    thread.store(dg, 0, first)
     thread.store(dg, place.stride, second)
     if of_beta:
         pairs = zip(*(thread.load_many(2, x) for x in of_beta), strict=True)

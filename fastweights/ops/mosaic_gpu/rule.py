@@ -110,8 +110,9 @@ def _core_backward(scale, pieces, simulate, residuals: _Residuals, cotangents):
         return jnp.sum(grouped, axis=3, dtype=F32).astype(q.dtype)
 
     dg, dbeta = gating.gradients(
-        local.dsum_JBGNC, local.last_JBGNC, local.write_JBGNC, gates.beta_BGNC, simulate=simulate
-    )
+        local.felt_JBGNC, local.written_JBGNC, local.kept_JBGNC, local.dot_JBGNC, gates.beta_BGNC,
+        simulate=simulate,
+    )  # fmt: skip
     if g is None:
         dg = None
     else:

@@ -95,6 +95,15 @@ def test_stored_inverse_keeps_its_column_sums():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("without", [(), ("beta",)], ids=["delta", "no delta"])
+def test_the_gradient_of_a_strong_decay_keeps_its_digits(without):
+    """What a token writes and reads of itself is 1e5 times all that such decays leave."""
+    x = draw(T=100, without=without)
+    x["g"] = -12.0 + np.clip(x["g"], -1.0, 0.0)
+    check(simulate(x), ops_oracle.recurrence(x))
+
+
+@pytest.mark.slow
 def test_a_tiny_beta_keeps_its_gradient():
     """dbeta divides by beta^2, so no rounding of other rows may reach a row whose beta is tiny."""
     x = draw(T=100, heads=(1, 2), dims=(60, 64))
