@@ -168,8 +168,9 @@ def compiled(mesh, call, arguments, **options):
 
 
 # By kernel, K and V. Three or four tiles of V, or more parts of K, leave the one warpgroup of
-# `local_gradients` no register to spare; 64 x 256 numbers of a state are half of all that the warpgroup of `scan_forward` has. At
-# K = V = 128 it is the warpgroup that copies, which waits for the others anyway, where it saves.
+# `local_gradients` no register to spare; 64 x 256 numbers of a state are half of all that the
+# warpgroup of `scan_forward` has. At K = V = 128 it is the warpgroup that copies, which waits for
+# the others anyway, where it saves.
 SPILLS = {
     ("local_gradients", 128, 192): 56,
     ("local_gradients", 128, 256): 176,
