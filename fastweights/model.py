@@ -32,6 +32,7 @@ from fastweights.mixers.experts import ExpertsConfig
 from fastweights.mixers.norms import RMSNorm
 from fastweights.mixers.projections import check_sizes
 from fastweights.ops.segments import select_real
+from fastweights.ops.weights import look_up
 from fastweights.pattern import Layout, expand
 from fastweights.sharding import constrain
 
@@ -251,12 +252,7 @@ class HybridLM(nnx.Module):
 
         See `MixtureOfExperts` for that number.
         """
-        # Gathered over the model width first: a lookup in a table cut both ways would make the
-        # compiler move whole activations instead.
-        table_VD = constrain(self.embedding[...].astype(self.config.dtype), "vocab", None)
-        x_BTD = table_VD.at[tokens_BT].get(
-            mode="fill", fill_value=jnp.nan, wrap_negative_indices=False
-        )
+        x_BTD: Any = look_up(self.embedding[...], tokens_BT, jnp.dtype(self.config.dtype))
         if segment_ids_BT is not None:
             # Padding may hold any id: NaN there would meet zeros in the gradients of all kernels.
             x_BTD = select_real(x_BTD, segment_ids_BT != 0)

@@ -1,9 +1,14 @@
 """Weights that every token uses, laid out so that their gradients are cheap to sum."""
 
+import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from fastweights import sharding
 
 ROWS = 128  # rows of a partial sum
 MANY = 4096  # rows from which two steps pay
@@ -45,3 +50,32 @@ def sum_tokens(x_BTD: jax.Array) -> jax.Array:
         return jnp.sum(x_BTD, axis=(0, 1))
     parts = jnp.sum(x_BTD.reshape(batch, length // ROWS, ROWS, width), axis=2)
     return jnp.sum(jax.lax.optimization_barrier(parts), axis=(0, 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def look_up(table_VD: jax.Array, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
+    """The tokens' rows of the table, in `dtype`; NaN for a token that it does not have.
+
+    The gradient is summed in the table's dtype: in bfloat16 the sum of a frequent token would stop
+    growing at 256 equal terms. It has one derivative, in reverse mode.
+
+    The table is gathered over the model width first: a lookup in one cut both ways would make the
+    compiler move whole activations instead.
+    """
+    table_VD = sharding.constrain(table_VD.astype(dtype), "vocab", None)
+    return table_VD.at[tokens_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def _look_up_forward(table_VD, tokens_BT, dtype):
+    return look_up(table_VD, tokens_BT, dtype), (table_VD, tokens_BT)
+
+
+def _look_up_backward(dtype, kept, dx_BTD):
+    table_VD, tokens_BT = kept
+    zeros_VD = sharding.constrain(jnp.zeros_like(table_VD), "vocab", None)
+    add = zeros_VD.at[tokens_BT].add
+    dtable_VD = add(dx_BTD.astype(table_VD.dtype), mode="drop", wrap_negative_indices=False)
+    return dtable_VD, np.zeros(tokens_BT.shape, jax.dtypes.float0)
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)

@@ -1,11 +1,11 @@
-"""A weight spread in two steps is the same weight, and so is its gradient."""
+"""Weights that every token uses: the same values as the plain ones, and gradients that add up."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fastweights.ops.weights import spread
+from fastweights.ops.weights import look_up, spread
 
 SHAPES = [
     ((8,), (2, 4096, 8)),
@@ -38,3 +38,22 @@ def test_large_sums_are_made_in_two_steps():
     x = jnp.ones(shape)
     text = jax.jit(jax.grad(lambda w: jnp.sum(x * spread(w, shape)))).lower(jnp.ones(8)).as_text()
     assert text.count("stablehlo.reduce(") >= 2 and "optimization_barrier" in text
+
+
+@pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))
+def test_a_frequent_token_keeps_its_whole_gradient(dtype):
+    """4,000 times the same token, of which bfloat16 counts 256; -1 and 7 are no tokens here."""
+    table = jnp.asarray(np.random.default_rng(0).standard_normal((7, 3)), jnp.float32)
+    tokens = jnp.full((4, 1003), 2).at[:, 1000:].set(jnp.asarray([5, -1, 7]))
+
+    def total(table):
+        rows = look_up(table, tokens, dtype)
+        return jnp.where(jnp.isnan(rows), 0.0, rows).astype(jnp.float32).sum(), rows
+
+    gradient, rows = jax.jit(jax.grad(total, has_aux=True))(table)
+    assert rows.dtype == dtype and gradient.dtype == table.dtype
+    np.testing.assert_array_equal(rows[0, 1000], table[5].astype(dtype))
+    assert np.isnan(rows[:, 1001:]).all()
+    want = np.zeros((7, 3))
+    want[2], want[5] = 4000, 4
+    np.testing.assert_array_equal(gradient, want)
