@@ -55,7 +55,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
         model.vocab_size = 256 if options.task != "k_hop" else 64
 
     model.d_model, model.num_layers, model.pattern = 64, options.layers, options.pattern
-    model.dtype, model.mlp, model.mlp_dim = "float32", "swiglu", 128
+    model.dtype, model.mlp, model.mlp_dim = "bfloat16", "swiglu", 128
     for letter in "AG":
         mixer = model.mixers[letter]
         mixer.num_heads, mixer.head_dim, mixer.conv_size = 2, 32, 4

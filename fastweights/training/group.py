@@ -54,14 +54,17 @@ class Program(NamedTuple):
       abstract: the stacked state as shapes.
       init: seeds_N -> stacked state: a `training.state.State` and `failed_at`, `RUNNING` or the
         step that was not finite.
-      advance: (state, seeds_N, rates_N, start, stops_N) -> (state, metrics of each member's last
-        step). Takes each running member from step `start` to its stop. The state is donated.
+      advance: (state, seeds_N, rates_N, start, stops_N, places_M) -> (state, metrics of each
+        member's last step). Takes each running member at `places` from step `start` to its stop.
+        The state is donated.
+      side_by_side: whether members that have ended cost as much as those that run.
       context: for evals of single members.
     """
 
     abstract: Any
     init: Callable[..., Any]
     advance: Callable[..., Any]
+    side_by_side: bool
     context: evals.Context
     mesh: jax.sharding.Mesh
 
@@ -71,7 +74,7 @@ def make_program(config: config_lib.Config, size: int) -> Program:
     mesh = sharding.make_mesh(sharding.MeshConfig(), jax.devices()[:1])
     unit = optim.make_optimizer(config.optim, config.steps)
     blueprint = make_blueprint(config.model, unit, mesh)
-    side_by_side = 1 if jax.default_backend() == "cpu" else size
+    side_by_side = _side_by_side()
     stops = config.optim.nonfinite == "stop"
 
     def init_one(seed: jax.Array) -> Any:
@@ -121,10 +124,15 @@ def make_program(config: config_lib.Config, size: int) -> Program:
         _, state, found = jax.lax.while_loop(goes_on, body, (start, state, nothing))
         return state, found
 
-    def advance(state_N, seeds_N, rates_N, start, stops_N):
+    def advance(state_N, seeds_N, rates_N, start, stops_N, places_M):
         starts_N = jnp.broadcast_to(start, seeds_N.shape)
-        members = (state_N, seeds_N, rates_N, starts_N, stops_N)
-        return jax.lax.map(advance_one, members, batch_size=side_by_side)
+        members_N = (state_N, seeds_N, rates_N, starts_N, stops_N)
+        members_M = jax.tree.map(lambda x: x[places_M], members_N)
+        at_once = len(places_M) if side_by_side else 1
+        state_M, found_M = jax.lax.map(advance_one, members_M, batch_size=at_once)
+        state_N = jax.tree.map(lambda x, new: x.at[places_M].set(new), state_N, state_M)
+        nothing_N = jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype), found_M)
+        return state_N, jax.tree.map(lambda x, new: x.at[places_M].set(new), nothing_N, found_M)
 
     def init(seeds_N: jax.Array) -> Any:
         return jax.vmap(init_one)(seeds_N)
@@ -144,9 +152,25 @@ def make_program(config: config_lib.Config, size: int) -> Program:
             out_shardings=placement,
             compiler_options=compiler_options(mesh),
         ),
+        side_by_side,
         evals.Context(config, blueprint.graphdef, mesh),
         mesh,
     )
+
+
+def _side_by_side() -> bool:
+    return jax.default_backend() != "cpu"
+
+
+def _places(going: list[bool], narrow: bool) -> list[int]:
+    """Members that go on, and so many others that it is all, a half, a quarter of them, ...
+
+    Where those that have ended cost as much, the program is compiled again for fewer of them.
+    """
+    size = len(going)
+    while narrow and size % 2 == 0 and sum(going) <= size // 2:
+        size //= 2
+    return sorted(sorted(range(len(going)), key=lambda n: not going[n])[:size])
 
 
 class _Member:
@@ -225,8 +249,9 @@ def train(folder: pathlib.Path, members: Members, should_stop: Callable[[int], b
                 return False
             stop = _next_event(common, step)
             stops_N = jnp.asarray([stop if on else step for on in going], jnp.int32)
+            places_M = jnp.asarray(_places(going, program.side_by_side), jnp.int32)
             state_N, found_N = program.advance(
-                state_N, seeds_N, rates_N, jnp.asarray(step, jnp.int32), stops_N
+                state_N, seeds_N, rates_N, jnp.asarray(step, jnp.int32), stops_N, places_M
             )
             found_N = jax.device_get(found_N)
             step = stop

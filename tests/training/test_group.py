@@ -74,6 +74,38 @@ def test_a_member_that_diverges_says_so_and_stops_no_other(trained):
         assert run_folder.is_done(trained / name) and not run_folder.failure(trained / name)
 
 
+def test_members_side_by_side_leave_those_behind_that_have_ended(trained, tmp_path, monkeypatch):
+    """As on a GPU: two of four diverge, and the others end as they do one after the other."""
+    monkeypatch.setattr(group, "_side_by_side", lambda: True)
+    widths, make = [], group.make_program.__wrapped__
+
+    def watched(config, size):
+        program = make(config, size)
+
+        def advance(*args):
+            widths.append(len(args[-1]))
+            return program.advance(*args)
+
+        return program._replace(advance=advance)
+
+    monkeypatch.setattr(group, "make_program", watched)
+    points = {
+        "c": POINTS["c"],
+        "a": POINTS["a"],
+        "d": ("seed=1", "optim.lr=1e30"),
+        "b": POINTS["b"],
+    }
+    assert group.train(tmp_path / "group", members(tmp_path, points=points), lambda step: False)
+    assert widths == sorted(widths, reverse=True) and set(widths) == {4, 2}
+    for name in "ab":
+        alone, beside = read_losses(trained / name), read_losses(tmp_path / name)
+        assert alone.keys() == beside.keys()
+        np.testing.assert_allclose(list(beside.values()), list(alone.values()), rtol=1e-5)
+        assert evaluated(tmp_path / name)["step"] == evaluated(trained / name)["step"]
+    for name in "cd":
+        assert run_folder.failure(tmp_path / name).startswith("not finite at step ")
+
+
 def test_a_group_stopped_twice_ends_as_one_that_was_not(trained, tmp_path, monkeypatch):
     # A step takes two looks at a clock that goes on by 3 seconds each.
     clock = itertools.count(step=3)
