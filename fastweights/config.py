@@ -37,7 +37,8 @@ class Config:
       steps: optimiser steps in all.
       batch_size: rows a step, over all devices and processes.
       accum_steps: microbatches a step; gradients are weighted by their number of target tokens.
-      loss_chunk: tokens of a row whose logits exist at one time; 0 means the whole row.
+      loss_chunk: positions whose logits exist at one time: of each row, or, of a task's batch on
+        one device, of all its answers together; 0 means all of them.
       z_loss: weight of the mean squared log-partition, 0 for none.
       balance_loss: weight of how unevenly experts are used (`MixtureOfExperts`), 0 for none.
       matched: what `sweeps.matched` made equal in the runs of a sweep, for tables; "" for nothing.

@@ -51,8 +51,11 @@ class PositionDecoder(nnx.Module):
         if positions_BT is None:
             positions_BT, _ = token_positions(segment_ids_BT, jnp.zeros(x_BTD.shape[0], jnp.int32))
         last_BT = segments.last_of_document(segment_ids_BT)
-        x_BTD = jnp.take_along_axis(x_BTD, last_BT[:, :, None], axis=1)
-        x_BTD = x_BTD + position_codes(positions_BT, x_BTD.shape[2]).astype(x_BTD.dtype)
+        # Wide, for the gradient of a document's last token is a sum over all of its positions.
+        wide_BTD = x_BTD.astype(jnp.promote_types(x_BTD.dtype, jnp.float32))
+        wide_BTD = jnp.take_along_axis(wide_BTD, last_BT[:, :, None], axis=1)
+        wide_BTD = wide_BTD + position_codes(positions_BT, x_BTD.shape[2]).astype(wide_BTD.dtype)
+        x_BTD = wide_BTD.astype(x_BTD.dtype)
         h_BTD = jax.nn.gelu(self.in_map(self.in_norm(x_BTD)))
         return jax.nn.gelu(self.out_map(self.out_norm(h_BTD)))
 

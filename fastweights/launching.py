@@ -36,11 +36,14 @@ def start(
         return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env)
 
 
-def here(env: Mapping[str, str]) -> Launch:
-    """Launches processes on this machine; each gets one of its GPUs, the least taken."""
-    # Several may have to share one.
-    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **env}
-    running = dict.fromkeys(_gpus(), 0)
+def here(env: Mapping[str, str], jobs: int) -> Launch:
+    """Launches processes on this machine, `jobs` at a time.
+
+    If more than one, each gets one of the machine's GPUs, the least taken.
+    """
+    running = dict.fromkeys(_gpus() if jobs > 1 else (), 0)
+    if running:  # They may have to share one.
+        env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **env}
     lock = threading.Lock()
 
     def launch(command: Sequence[str], log: pathlib.Path) -> int:

@@ -259,6 +259,10 @@ class HybridLM(nnx.Module):
         x_BTD = constrain(x_BTD, "batch", "tokens", None)
         next_cache, balances = {}, []
         context = (segment_ids_BT, positions_BT)
+        check(
+            cache is None or self.config.decoder == "none",
+            "A model with a decoder reads whole documents at once; call it without a cache.",
+        )
         if self.config.layout.num_groups:
             graphdef, state = nnx.split(self.groups)
             run = self._checkpointed(graphdef)

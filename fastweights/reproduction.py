@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fastweights import evals
 from fastweights.errors import check
 
 ALL = "mean of all"
@@ -156,7 +157,7 @@ def _scores(
 
 def _rows_of(claim: Claim | Order, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the claim's slice; for `ALL` one a run, with its means over slices."""
-    names = claim.eval.split(",")
+    names = evals.split_names(claim.eval)
     mine = [row for row in rows if row["eval"] in names and row.get(claim.measure) is not None]
     if claim.slice != ALL:
         return [row for row in mine if row["slice"] == claim.slice]

@@ -264,7 +264,8 @@ def check_convolution(taps: int, bias: bool, packed: bool, unit: bool) -> tuple[
 
 
 def check_attention() -> tuple[bool, str]:
-    """Packed rows through cuDNN, with one mask and with one a block of queries; against float64."""
+    """Packed rows through cuDNN against float64: masks of all heads (also under vmap), masks of one
+    head, these for blocks of queries."""
     rng = np.random.default_rng(0)
     B, T, H, J, K = 2, 1000, 4, 2, 128
     x = [jnp.asarray(rng.standard_normal((B, T, n, K)), jnp.bfloat16) for n in (H, J, J, H)]
@@ -278,11 +279,14 @@ def check_attention() -> tuple[bool, str]:
         return o, *pull(do)
 
     want = everything("xla", *(a.astype(jnp.float64) for a in x))
+    few, patch = B * T * attention.FEWEST_QUERIES, unittest.mock.patch.multiple
     found = []
-    for masks in (attention.MASK_AT_ONCE, B * T * attention.FEWEST_QUERIES):
-        with unittest.mock.patch.object(attention, "MASK_AT_ONCE", masks):
+    for limits in ({}, {"MASK_OF_HEADS": 0}, {"MASK_OF_HEADS": 0, "MASK_AT_ONCE": few}):
+        with patch(attention, **limits):
             got = everything("cudnn", *x)
         found += [relative(a, b) for a, b in zip(got, want, strict=True)]
+    members = jax.vmap(functools.partial(everything, "cudnn"))(*(jnp.stack([a, -a]) for a in x))
+    found += [relative(a[0], b) for a, b in zip(members, want, strict=True)]
     return max(found) < 1e-2, " ".join(f"{error:.1e}" for error in found)
 
 

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(args.jobs))
         # Left before the pool, which waits for what it has begun: Slurm's jobs are cancelled first.
         launch = (
-            launching.here(env)
+            launching.here(env, args.jobs)
             if args.slurm is None
             else stack.enter_context(launching.slurm(args.workdir / ".slurm", args.slurm, env))
         )
@@ -99,6 +99,12 @@ def tell(workdir: pathlib.Path, point: sweeps.Point) -> None:
         )
 
 
+def busy(workdir: pathlib.Path, unit: sweeps.Unit) -> bool:
+    """Whether a process has the unit, or with another one some of its points."""
+    folders = (unit.folder, *(workdir / point.name for point in unit.points))
+    return any(run_folder.in_use(folder) for folder in folders)
+
+
 def run_unit(
     workdir: pathlib.Path,
     unit: sweeps.Unit,
@@ -109,9 +115,9 @@ def run_unit(
 
     One that an earlier start of the sweep left behind is waited for, unless `leaving` is set.
     """
-    if run_folder.in_use(unit.folder):
+    if busy(workdir, unit):
         print(f"waiting  {unit.name[:80]}: another process trains it", flush=True)
-        while run_folder.in_use(unit.folder):
+        while busy(workdir, unit):
             if leaving.wait(POLL_SECONDS):
                 return
         if all(sweeps.state(workdir, point) != "open" for point in unit.points):
@@ -136,7 +142,7 @@ def run_unit(
     )
     said_before = log_path.stat().st_size if log_path.exists() else 0
     code = launch(command, log_path)
-    if run_folder.in_use(unit.folder):  # One that was left behind while it started was quicker.
+    if busy(workdir, unit):  # One that was left behind while it started was quicker.
         run_unit(workdir, unit, launch, leaving)
         return
     seconds = time.perf_counter() - started

@@ -20,6 +20,20 @@ os.environ |= {
 }
 
 import jax  # noqa: E402 - it reads the environment when imported
+import pytest  # noqa: E402
 
 # Eight simulated devices, so that sharded code runs as it would on eight accelerators.
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings():
+    """Compiled programs keep memory mappings, of which Linux gives a process 65,530.
+
+    Beyond, the compiler ends the process with a segmentation fault; the simulated kernels alone
+    leave ten thousand behind.
+    """
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 10_000:
+        jax.clear_caches()

@@ -85,11 +85,13 @@ def test_processes_share_the_gpus_evenly(tmp_path, monkeypatch, allowed, expecte
     child = (
         "import os, pathlib, time\n"
         "pathlib.Path(f'{os.getpid()}.up').touch()\n"
-        "while len(list(pathlib.Path('.').glob('*.up'))) < 4: time.sleep(0.01)\n"
+        "end = time.monotonic() + 60\n"
+        "while len(list(pathlib.Path('.').glob('*.up'))) < 4 and time.monotonic() < end:\n"
+        "    time.sleep(0.01)\n"
         "print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
     )
     monkeypatch.chdir(tmp_path)
-    launch = launching.here({})
+    launch = launching.here({}, jobs=4)
     logs = [tmp_path / f"{n}.log" for n in range(4)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         codes = list(pool.map(lambda log: launch([sys.executable, "-c", child], log), logs))

@@ -126,13 +126,10 @@ class DataConfig:
             tasks.check_fits(self.task, self.length)
 
     def answers(self, rows: int | None) -> int:
-        """No training batch of so many rows, or with None no row of one, asks more often."""
+        """The most targets of a training batch of `rows` rows; with None, of one of its rows."""
         if self.kind == TEXT:
             return self.length * (rows or 1)
-        if rows:
-            return tasks.most_answers(self.task, rows, self.length)
-        parts = [self.task.part(*entry[:-1]) for entry in self.task.train]
-        return max(self.length // part.length * self.task.answers(part) for part in parts)
+        return tasks.most_answers(self.task, rows, self.length)
 
     @property
     def decoder(self) -> str:

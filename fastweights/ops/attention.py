@@ -25,7 +25,7 @@ IMPLEMENTATIONS = ("auto", "xla", "cudnn")
 LOGITS_AT_ONCE = 2**26
 MASK_AT_ONCE = 2**29
 # Up to so many entries a row cuDNN gets a mask of every head: under vmap jax (0.11) takes no other
-# for several, and what is trained side by side has short rows.
+# for several. What is trained side by side has short rows (`training.group` sees to it).
 MASK_OF_HEADS = 2**20
 FEWEST_QUERIES = 128  # of a block: fewer would not fill a matrix unit
 
@@ -82,8 +82,8 @@ def softmax_attention(
       implementation: "auto", "xla" or "cudnn". Both are `jax.nn.dot_product_attention`, for some
         queries at a time where the logits of all, or cuDNN's mask, would take much memory. "auto"
         takes cuDNN on NVIDIA GPUs for 16-bit inputs with equal head dims it supports. Packed rows
-        and caches go through a boolean mask [B, 1, T, S], which cuDNN reads too; plain causal
-        attention, windowed or not, never builds a mask there.
+        and caches go through a boolean mask [B, 1, T, S] (one for every head of short rows), which
+        cuDNN reads too; plain causal attention, windowed or not, never builds a mask there.
 
     Returns:
       o_BTHV in v's dtype.
@@ -161,9 +161,17 @@ def _queries_at_once(backend: str, batch: int, length: int, heads: int, slots: i
     each, most = sharding.part(batch, "batch") * slots, MASK_AT_ONCE
     if backend == "xla":
         each, most = each * sharding.part(heads, "heads"), LOGITS_AT_ONCE
+    else:
+        each *= _mask_heads(heads, length, slots)
     if each * length <= most:
         return length
     return max(FEWEST_QUERIES, most // each // FEWEST_QUERIES * FEWEST_QUERIES)
+
+
+def _mask_heads(heads: int, queries: int, slots: int) -> int:
+    """Heads of cuDNN's mask. On a mesh one: jax would not cut several as it cuts the queries'."""
+    alone = jax.sharding.get_abstract_mesh().size <= 1
+    return heads if alone and queries * slots <= MASK_OF_HEADS else 1
 
 
 def _in_blocks(attend: Callable, q_BTHK, k_BSJK, v_BSJV, places: Places, rows: int) -> jax.Array:
@@ -230,8 +238,9 @@ def _attend(q, k, v, places: Places | None, *, scale, window, logit_cap, backend
     if places is not None:
         mask_BTS = _visible(places, window)
         mask_B1TS = mask_BTS[:, None]
-        if backend == "cudnn" and mask_BTS[0].size <= MASK_OF_HEADS:
-            mask_B1TS = jnp.broadcast_to(mask_B1TS, (*q.shape[:1], q.shape[2], *mask_BTS.shape[1:]))
+        if backend == "cudnn":
+            heads = _mask_heads(q.shape[2], *mask_BTS.shape[1:])
+            mask_B1TS = jnp.broadcast_to(mask_B1TS, (q.shape[0], heads, *mask_BTS.shape[1:]))
         sees_BT = jnp.any(mask_BTS, axis=2)
         q = segments.select_real(q, sees_BT)
         k, v = (segments.select_real(x, places.filled_BS) for x in (k, v))

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fastweights import sharding
 
@@ -56,7 +55,7 @@ def sum_tokens(x_BTD: jax.Array) -> jax.Array:
 def look_up(table_VD: jax.Array, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
     """The tokens' rows of the table, in `dtype`; NaN for a token that it does not have.
 
-    The gradient is summed in the table's dtype: in bfloat16 the sum of a frequent token would stop
+    The gradient is summed in float32 or wider: in bfloat16 the sum of a frequent token would stop
     growing at 256 equal terms. It has one derivative, in reverse mode.
 
     The table is gathered over the model width first: a lookup in one cut both ways would make the
@@ -72,10 +71,11 @@ def _look_up_forward(table_VD, tokens_BT, dtype):
 
 def _look_up_backward(dtype, kept, dx_BTD):
     table_VD, tokens_BT = kept
-    zeros_VD = sharding.constrain(jnp.zeros_like(table_VD), "vocab", None)
+    acc = jnp.promote_types(table_VD.dtype, jnp.float32)
+    zeros_VD = sharding.constrain(jnp.zeros(table_VD.shape, acc), "vocab", None)
     add = zeros_VD.at[tokens_BT].add
-    dtable_VD = add(dx_BTD.astype(table_VD.dtype), mode="drop", wrap_negative_indices=False)
-    return dtable_VD, np.zeros(tokens_BT.shape, jax.dtypes.float0)
+    dtable_VD = add(dx_BTD.astype(acc), mode="drop", wrap_negative_indices=False)
+    return dtable_VD.astype(table_VD.dtype), None
 
 
 look_up.defvjp(_look_up_forward, _look_up_backward)

@@ -206,6 +206,7 @@ def device_batch(
     found = [
         slice_batch(config, part, DeviceDraws(key), most, length)
         for part, most, key in zip(mix.parts, mix.most_S.tolist(), keys, strict=True)
+        if most
     ]
     ends_S = (jnp.asarray(mix.ends_S) + jax.random.randint(drawn, (), 0, ROW)) // ROW
     made_S = jnp.asarray(np.cumsum(mix.most_S) - mix.most_S)
@@ -217,7 +218,7 @@ def device_batch(
 
 
 ROW = 2**14
-"""Shares of rows are counted in this part of one."""
+"""Shares of rows are whole numbers of 1 / ROW of a row."""
 
 
 class _Mix(NamedTuple):
@@ -230,6 +231,10 @@ class _Mix(NamedTuple):
 
 
 def _mix(config: TaskConfig, rows: int, length: int) -> _Mix:
+    check(
+        0 < rows < 2**31 // ROW,
+        f"A batch of {config.NAME} can't have {rows} rows; give it 1 to {2**31 // ROW - 1}.",
+    )
     parts = [config.part(*entry[:-1]) for entry in config.train]
     weight_S = np.array([entry[-1] for entry in config.train])
     share_S = weight_S / np.array([length // part.length for part in parts])
@@ -237,13 +242,11 @@ def _mix(config: TaskConfig, rows: int, length: int) -> _Mix:
     return _Mix(parts, ends_S, -(-np.diff(ends_S, prepend=0) // ROW))
 
 
-def most_answers(config: TaskConfig, rows: int, length: int) -> int:
-    """How often a training batch of so many rows asks at most."""
-    mix = _mix(config, rows, length)
-    return sum(
-        most * (length // part.length) * config.answers(part)
-        for part, most in zip(mix.parts, mix.most_S.tolist(), strict=True)
-    )
+def most_answers(config: TaskConfig, rows: int | None, length: int) -> int:
+    """How often a training batch of `rows` rows asks at most; None: any one row of it."""
+    mix = _mix(config, rows or 1, length)
+    of_row = [(length // part.length) * config.answers(part) for part in mix.parts]
+    return int(mix.most_S @ of_row) if rows else max(of_row)
 
 
 def slice_batch(config: TaskConfig, part: Slice, draws: Draws, rows: int, length: int) -> Any:

@@ -28,6 +28,7 @@ from fastweights.data.pipeline import TEXT
 from fastweights.errors import check
 from fastweights.files import read_json, write_atomic
 from fastweights.model import init_params
+from fastweights.ops.attention import MASK_OF_HEADS
 from fastweights.tasks import device_batch
 from fastweights.training import metrics, optim, run_folder
 from fastweights.training.checkpoint import Checkpoints
@@ -43,6 +44,10 @@ def shared(config: config_lib.Config) -> config_lib.Config | None:
     """What members of one group have in common; None for a run that can be in no group."""
     if config.data.kind == TEXT or not config.data.on_device or config.log.wandb != "disabled":
         return None
+    narrow = jnp.dtype(config.model.dtype).itemsize == 2
+    attends = set(config.model.layout.letters) & {"A", "W"}
+    if narrow and attends and config.data.length**2 > MASK_OF_HEADS:
+        return None  # jax has no such masks for cuDNN under vmap
     # Updates are proportional to the learning rate: each member's are those of rate 1, scaled.
     return dataclasses.replace(config, seed=0, optim=dataclasses.replace(config.optim, lr=1.0))
 
@@ -127,8 +132,10 @@ def make_program(config: config_lib.Config, size: int) -> Program:
     def advance(state_N, seeds_N, rates_N, start, stops_N, places_M):
         starts_N = jnp.broadcast_to(start, seeds_N.shape)
         members_N = (state_N, seeds_N, rates_N, starts_N, stops_N)
-        members_M = jax.tree.map(lambda x: x[places_M], members_N)
         at_once = len(places_M) if side_by_side else 1
+        if len(places_M) == size:
+            return jax.lax.map(advance_one, members_N, batch_size=at_once)
+        members_M = jax.tree.map(lambda x: x[places_M], members_N)
         state_M, found_M = jax.lax.map(advance_one, members_M, batch_size=at_once)
         state_N = jax.tree.map(lambda x, new: x.at[places_M].set(new), state_N, state_M)
         nothing_N = jax.tree.map(lambda x: jnp.zeros((size, *x.shape[1:]), x.dtype), found_M)
@@ -184,6 +191,7 @@ class _Member:
         if not run_folder.is_done(folder):
             run_folder.open_run(folder, config, step)
         self.log = metrics.MetricsLog(folder, step=step, lead=not run_folder.is_done(folder))
+        self.seconds = self.log.seconds
         self.schedule = optim.schedule(config.optim, config.steps)
         # An eval that was good enough ended this run.
         self.ended = config.eval.stops(metrics.read_metrics(folder, "eval"))
@@ -232,9 +240,7 @@ def train(folder: pathlib.Path, members: Members, should_stop: Callable[[int], b
         runs = [_Member(path, config, step) for path, config in members.items()]
         for run in runs:
             stack.callback(run.log.close)
-        # A run's seconds are its share of the group's, so that those of all runs can be summed.
-        before = max(run.log.seconds for run in runs)
-        started, last = time.perf_counter(), (time.perf_counter(), step)
+        counted, last = time.perf_counter(), (time.perf_counter(), step)
         while True:
             failed_at_N = np.asarray(state_N["failed_at"])
             going = [
@@ -257,15 +263,17 @@ def train(folder: pathlib.Path, members: Members, should_stop: Callable[[int], b
             step = stop
             now = time.perf_counter()
             tokens = common.batch_size * common.data.length * (step - last[1])
-            share = before + (now - started) / len(runs)
-            speeds = {"tokens_per_s": tokens / (now - last[0]), "seconds": share}
+            speed = tokens / (now - last[0])
             logs = step % common.log.every == 0 or step == common.steps
             for n, run in enumerate(runs):
+                # Its share of the time, so that the seconds of all runs can be summed.
+                run.seconds += (now - counted) / sum(going) if going[n] else 0.0
                 if going[n] and logs and found_N["finite"][n]:
                     values = {name: float(value[n]) for name, value in found_N.items()}
-                    run.note(step, values, speeds)
+                    run.note(step, values, {"tokens_per_s": speed, "seconds": run.seconds})
+            counted = now
             if logs:
-                _say(step, common.steps, found_N, going, speeds)
+                _say(step, common.steps, found_N, going, speed)
             if common.eval.every and step % common.eval.every == 0:
                 for n, run in enumerate(runs):
                     if going[n] and found_N["finite"][n]:
@@ -331,10 +339,10 @@ def _finish(program: Program, state_N: Any, n: int, run: _Member) -> None:
     print(f"done: {run.folder.name}  {shown}", flush=True)
 
 
-def _say(step: int, steps: int, found_N: Any, going: list[bool], speeds: dict[str, float]) -> None:
+def _say(step: int, steps: int, found_N: Any, going: list[bool], speed: float) -> None:
     losses = found_N["loss"][np.asarray(going)]
     print(
         f"step {step:>{len(str(steps))}}/{steps} | {len(losses)} runs | loss {losses.min():.4f} to "
-        f"{losses.max():.4f} | {speeds['tokens_per_s']:,.0f} tok/s a run",
+        f"{losses.max():.4f} | {speed:,.0f} tok/s a run",
         flush=True,
     )

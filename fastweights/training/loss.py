@@ -1,4 +1,4 @@
-"""Next-token loss whose logits exist for a piece of each row at a time.
+"""Next-token loss whose logits exist for some positions at a time.
 
 B batch, T tokens, D model width, C tokens of a piece, N pieces, Z vocabulary, S devices that the
 rows lie on.
@@ -35,7 +35,7 @@ class TokenLoss(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """So many rows side by side, of which all are made, have no more targets than `most`."""
+    """Any `rows` rows of a batch, from a multiple of `rows` on, have at most `most` targets."""
 
     rows: int
     most: int
@@ -204,7 +204,7 @@ def _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients):
     pieces = _pieces(h_BTD, targets_BT, loss_chunk)
     rows = pieces[0].shape[1]
     logical = "slices" if sharding.cuts_tokens(h_BTD.shape[1]) else "batch"
-    shares = rows // sharding.part(rows, logical)
+    shares = rows // sharding.part(rows, logical) if rows else 1
 
     def by_device(x_BCX: jax.Array, axis: str | None) -> jax.Array:
         """The rows as [S, B / S, C, X], the first axis cut over the devices."""

@@ -250,8 +250,7 @@ class _Other:
 def _leave(message: str, code: int, linger: float) -> None:
     """Ends the process at once: to leave as usual would be to wait for the others.
 
-    Only process 0 stays for `linger` seconds: when it goes, JAX ends the others before they can
-    say why.
+    Only process 0 stays for `linger` seconds, or the others would name it and not the dead one.
     """
     sys.stdout.flush()
     print(message, file=sys.stderr, flush=True)

@@ -97,7 +97,7 @@ def make_train_step(
 
 
 def answers_of(config: Config, mesh: jax.sharding.Mesh) -> Answers:
-    """Of the whole batch, or where it is cut into microbatches or over devices of each row."""
+    """Counted over the whole batch; row by row where microbatches or several devices cut it."""
     if mesh.size == 1 and config.accum_steps == 1:
         return Answers(config.batch_size, config.data.answers(config.batch_size))
     return Answers(1, config.data.answers(None))

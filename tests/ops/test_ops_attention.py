@@ -158,15 +158,21 @@ def packed_loss(ids, *x):
     return jnp.sum(jnp.sin(ops.softmax_attention(*x, segment_ids=ids)))
 
 
+@pytest.mark.parametrize("heads", (6, 1))
 @pytest.mark.parametrize("ids", (SEGMENTS, np.ones_like(SEGMENTS)), ids=("packed", "whole"))
-def test_rows_of_one_document_need_no_mask_on_a_gpu(masks_of_cudnn, ids, blocks):
-    """The choice at run time; values and gradients. A mask is of some queries at a time."""
+def test_rows_of_one_document_need_no_mask_on_a_gpu(
+    masks_of_cudnn, monkeypatch, ids, blocks, heads
+):
+    """The choice at run time; values and gradients. A mask is of some queries at a time, and of
+    all heads in short rows."""
+    if heads == 1:
+        monkeypatch.setattr(attention, "MASK_OF_HEADS", 1)
     x = [jnp.asarray(arrays()[name]) for name in "qkv"]
     run = jax.value_and_grad(functools.partial(packed_loss, jnp.asarray(ids)), (0, 1, 2))
     want = run(*x)
     masks = masks_of_cudnn()
     got = run(*x)
-    assert set(masks) == {None, (6, 8 if blocks else SEGMENTS.shape[1])}
+    assert set(masks) == {None, (heads, 8 if blocks else SEGMENTS.shape[1])}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), got, want)
 
 

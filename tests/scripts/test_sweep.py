@@ -238,12 +238,12 @@ def test_processes_are_launched_in_one_way_and_an_interrupted_one_has_not_failed
         log.write_text("error: of before\n")
         return -15
 
-    monkeypatch.setattr(launching, "here", lambda env: pretend)
+    monkeypatch.setattr(launching, "here", lambda env, jobs: pretend)
     argv = ["--config", str(config), "--workdir", str(tmp_path / "runs"), "--group", "3"]
     assert sweep.main(argv) == 1
     assert "train_group.py" in commands[0][1] and "train.py" in commands[1][1]
     assert capsys.readouterr().out.count("stopped  pattern=A") == 4
-    monkeypatch.setattr(launching, "here", lambda env: lambda command, log: 1)
+    monkeypatch.setattr(launching, "here", lambda env, jobs: lambda command, log: 1)
     assert sweep.main(argv) == 1
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
     # What a log says of an earlier start is no cause.
@@ -306,7 +306,7 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch, 
         return 2
 
     monkeypatch.setattr(sweep, "POLL_SECONDS", 0.02)
-    monkeypatch.setattr(launching, "here", lambda env: launch)
+    monkeypatch.setattr(launching, "here", lambda env, jobs: launch)
     other = threading.Timer(0.1, finish)
     if begun:
         other.start()

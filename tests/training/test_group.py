@@ -120,9 +120,10 @@ def test_a_group_stopped_twice_ends_as_one_that_was_not(trained, tmp_path, monke
     for name in "ab":
         assert_same_run(tmp_path / name, trained / name)
         assert evaluated(tmp_path / name) == evaluated(trained / name)
-        # Of the 6 seconds of a step each of three members has a share.
+        # Of the 6 seconds of a step each of three members has a share, and of two once `c` ended.
         records = metrics.read_metrics(tmp_path / name, "train")
-        assert [r["seconds"] for r in records] == [2.0 * r["step"] for r in records]
+        want = [2.0 * r["step"] + max(r["step"] - 3.0, 0.0) for r in records]
+        assert [r["seconds"] for r in records] == want
     assert run_folder.failure(tmp_path / "c") == run_folder.failure(trained / "c")
 
 
