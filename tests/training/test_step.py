@@ -1,6 +1,7 @@
 """The step: the same update however rows are cut, and none at all when a number is not finite."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastweights import config as config_lib
-from fastweights import sharding
+from fastweights import planning, sharding
 from fastweights.data import train_dataset
 from fastweights.training import optim
 from fastweights.training.state import init_state, make_blueprint
@@ -85,6 +86,27 @@ def test_slices_of_rows_train_as_whole_rows():
     assert tiny().data.answers(None) < tiny().data.length, "logits are made for all tokens"
 
 
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_the_heads_gradient_is_summed_over_devices_once(mesh):
+    """Not for every piece of the loss: no collective in a loop is as large as a device's head."""
+    config = tiny(*PLAIN, *mesh, "loss_chunk=3", "model.vocab_size=256")
+    compiled, _, sizes = build(config, 8)
+    head = config.model.d_model * config.model.vocab_size // sizes.shape["tensor"]
+    pieces = [
+        found
+        for found in planning.instructions(compiled.as_text())
+        if found.times > 1 and re.match("all-|reduce-scatter|collective", found.kind)
+    ]
+    largest = max((largest_array(found.shape) for found in pieces), default=0)
+    assert largest < head / sizes.shape["fsdp"]
+
+
+def largest_array(text: str) -> int:
+    """Entries of the largest of the arrays in an HLO type."""
+    shapes = re.findall(r"\w+\[([\d,]*)\]", text)
+    return max(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
+
+
 def test_muon_trains_alike_on_a_mesh():
     muon = (*PLAIN, "optim.name=muon")
     assert_same_training(tiny(*muon), tiny(*muon, *MESHES[1]), other_devices=8)
@@ -94,6 +116,14 @@ def test_experts_train_alike_on_a_mesh():
     experts = (*PLAIN, "model.mlp=moe", "model.moe.num_experts=4", "model.moe.dim=8")
     experts += ("model.moe.shared_dim=8", "balance_loss=0.1")
     assert_same_training(tiny(*experts), tiny(*experts, *MESHES[1]), other_devices=8)
+
+
+def test_a_decoder_trains_alike_on_a_mesh():
+    """Its documents' last tokens lie on other devices than what it gives back."""
+    decoder = (*PLAIN, "data.kind=compression", "model.decoder=positions")
+    decoder += ("data.compression.train=((8,1.0),)", "data.compression.test=((8,),)")
+    mesh = ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=2", "mesh.sequence=2")
+    assert_same_training(tiny(*decoder), tiny(*decoder, *mesh), other_devices=8)
 
 
 def test_parameters_are_really_cut_over_the_mesh():
