@@ -281,8 +281,9 @@ def check_attention() -> tuple[bool, str]:
     want = everything("xla", *(a.astype(jnp.float64) for a in x))
     few, patch = B * T * attention.FEWEST_QUERIES, unittest.mock.patch.multiple
     found = []
-    for limits in ({}, {"MASK_OF_HEADS": 0}, {"MASK_OF_HEADS": 0, "MASK_AT_ONCE": few}):
-        with patch(attention, **limits):
+    usual = attention.MASK_OF_HEADS, attention.MASK_AT_ONCE
+    for heads, masks in (usual, (0, usual[1]), (0, few)):
+        with patch(attention, MASK_OF_HEADS=heads, MASK_AT_ONCE=masks):
             got = everything("cudnn", *x)
         found += [relative(a, b) for a, b in zip(got, want, strict=True)]
     members = jax.vmap(functools.partial(everything, "cudnn"))(*(jnp.stack([a, -a]) for a in x))

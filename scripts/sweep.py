@@ -13,9 +13,8 @@ Slurm (`pip install "fastweights[slurm]"`), eight at a time; one that runs out o
 again and goes on.
 
 Started again, a sweep goes on where it stopped, inside a run too; processes that outlived a killed
-one are waited for. A failed run is told, becomes a
-row of the table that says why, stops no other, and is tried again with --retry; the exit code is 1
-if any failed.
+one are waited for. A failed run is told, becomes a row of the table that says why, stops no other,
+and is tried again with --retry; the exit code is 1 if any failed.
 """
 
 import argparse

@@ -3,6 +3,8 @@
 import os
 import pathlib
 
+import pytest
+
 CACHE = pathlib.Path(__file__).resolve().parent.parent / ".pytest_cache" / "jax"
 
 os.environ |= {
@@ -20,7 +22,6 @@ os.environ |= {
 }
 
 import jax  # noqa: E402 - it reads the environment when imported
-import pytest  # noqa: E402
 
 # Eight simulated devices, so that sharded code runs as it would on eight accelerators.
 jax.config.update("jax_num_cpu_devices", 8)

@@ -28,6 +28,8 @@ IGNORE = -1
 TRAIN_STREAM = 1
 EVAL_STREAM = 2
 
+ROW = 2**14  # shares of rows are whole numbers of 1 / ROW of a row
+
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
@@ -215,10 +217,6 @@ def device_batch(
     slice_R = jnp.searchsorted(ends_S, place_R, side="right", method="compare_all")
     place_R = place_R + unused_S[slice_R]
     return {name: jnp.concatenate([part[name] for part in found])[place_R] for name in found[0]}
-
-
-ROW = 2**14
-"""Shares of rows are whole numbers of 1 / ROW of a row."""
 
 
 class _Mix(NamedTuple):

@@ -29,6 +29,7 @@ from fastweights.errors import check
 from fastweights.files import read_json, write_atomic
 from fastweights.model import init_params
 from fastweights.ops.attention import MASK_OF_HEADS
+from fastweights.pattern import attention_share
 from fastweights.tasks import device_batch
 from fastweights.training import metrics, optim, run_folder
 from fastweights.training.checkpoint import Checkpoints
@@ -45,7 +46,7 @@ def shared(config: config_lib.Config) -> config_lib.Config | None:
     if config.data.kind == TEXT or not config.data.on_device or config.log.wandb != "disabled":
         return None
     narrow = jnp.dtype(config.model.dtype).itemsize == 2
-    attends = set(config.model.layout.letters) & {"A", "W"}
+    attends = attention_share(config.model.layout.letters) > 0
     if narrow and attends and config.data.length**2 > MASK_OF_HEADS:
         return None  # jax has no such masks for cuDNN under vmap
     # Updates are proportional to the learning rate: each member's are those of rate 1, scaled.

@@ -307,9 +307,16 @@ def test_a_run_that_another_process_trains_is_waited_for(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(sweep, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(launching, "here", lambda env, jobs: launch)
-    other = threading.Timer(0.1, finish)
-    if begun:
-        other.start()
+    other, in_use = threading.Timer(0.1, finish), run_folder.in_use
+
+    def asked(workdir):
+        """Only then does the other come to its end, however long the sweep took to ask."""
+        found = in_use(workdir)
+        if begun and other.ident is None:
+            other.start()
+        return found
+
+    monkeypatch.setattr(run_folder, "in_use", asked)
     argv = ["--config", str(config), "--workdir", str(tmp_path / "runs"), "--only", point.name]
     assert sweep.main(argv) == 0
     lines = capsys.readouterr().out.splitlines()
