@@ -115,30 +115,42 @@ def softmax_attention(
         options = dict(scale=scale, window=window, logit_cap=logit_cap)
         arrays = (q_BTHK, k_BSJK, v_BSJV, segment_ids)
         return _on_slices(arrays, implementation=implementation, **options)
+    given = (segment_ids, kv_segment_ids, q_positions, kv_positions)
     dtype = jnp.result_type(q_BTHK, k_BSJK, v_BSJV)
-    backend: Any = implementation
+    options = dict(
+        scale=key_dim**-0.5 if scale is None else scale, window=window, logit_cap=logit_cap
+    )
     if implementation == "auto":
         takes = logit_cap is None and _cudnn_takes(dtype, key_dim, value_dim)
-        backend = "cudnn" if takes else "xla"
-    scale = key_dim**-0.5 if scale is None else scale
-    attend = functools.partial(
-        _attend, scale=scale, window=window, logit_cap=logit_cap, backend=backend
-    )
-    q, k, v = (x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV))
-    given = (segment_ids, kv_segment_ids, q_positions, kv_positions)
+        implementation = "cudnn" if takes else "xla"
+    run = functools.partial(_choose, options=options, backend=implementation)
+    arrays = *(x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV)), *given
+    if implementation == "cudnn" and sharding.obstacle_to_cutting() is None:
+        # By hand: the compiler would have every device do the backward pass of all rows.
+        heads = ("batch", None, "heads", None)
+        axes = (*[heads] * 3, *[heads[:2]] * 4)
+        (o_BTHV,) = sharding.on_each_device(lambda *x: (run(*x),), arrays, axes, (heads,))
+    else:
+        o_BTHV = run(*arrays)
+    return o_BTHV.astype(v_BSJV.dtype)
+
+
+def _choose(q, k, v, *given: jax.Array | None, options: dict[str, Any], backend: str) -> jax.Array:
+    """`softmax_attention` of tensors of one dtype: with a mask or without, whole or in blocks."""
+    (batch, length, heads, _), slots = q.shape, k.shape[1]
+    attend = functools.partial(_attend, **options, backend=backend)
     # Plain causal attention needs no mask array: cuDNN skips what a causal window hides.
-    plain = all(x is None for x in (logit_cap, *given))
+    plain = all(x is None for x in (options["logit_cap"], *given))
     at_once = _queries_at_once(backend, batch, length, heads, slots)
     whole = at_once >= length
     if plain and (whole or backend == "cudnn"):
-        return attend(q, k, v, None).astype(v_BSJV.dtype)
+        return attend(q, k, v, None)
     places = _find_places((batch, length, slots), *given)
     masked = attend if whole else functools.partial(_in_blocks, attend, rows=at_once)
-    if backend == "cudnn" and segment_ids is not None and all(x is None for x in given[1:]):
-        o_BTHV = _without_mask_if_whole(attend, masked, q, k, v, places, segment_ids)
-    else:
-        o_BTHV = masked(q, k, v, places)
-    return o_BTHV.astype(v_BSJV.dtype)
+    segment_ids, *others = given
+    if backend == "cudnn" and segment_ids is not None and all(x is None for x in others):
+        return _without_mask_if_whole(attend, masked, q, k, v, places, segment_ids)
+    return masked(q, k, v, places)
 
 
 def _on_slices(arrays, **options) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tiny_models
-from fastweights import ops
+from fastweights import ops, sharding
 from fastweights.ops import attention
 
 
@@ -137,19 +137,20 @@ def test_logit_cap_never_goes_to_cudnn(monkeypatch):
 
 
 @pytest.fixture
-def masks_of_cudnn(monkeypatch):
-    """Masks' shapes by head and query, None for none, with cuDNN's place taken by XLA."""
-    masks, original = [], jax.nn.dot_product_attention
+def given_to_cudnn(monkeypatch):
+    """Shapes of queries, and of masks by head and query (None for none); XLA does the work."""
+    queries, masks, original = [], [], jax.nn.dot_product_attention
 
-    def stand_in(*x, mask, implementation, **options):
+    def stand_in(q, *x, mask, implementation, **options):
         assert implementation == "cudnn"
+        queries.append(q.shape)
         masks.append(None if mask is None else mask.shape[1:3])
-        return original(*x, mask=mask, implementation="xla", **options)
+        return original(q, *x, mask=mask, implementation="xla", **options)
 
     def start():
         monkeypatch.setattr(attention, "_cudnn_takes", lambda *_: True)
         monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-        return masks
+        return queries, masks
 
     return start
 
@@ -161,7 +162,7 @@ def packed_loss(ids, *x):
 @pytest.mark.parametrize("heads", (6, 1))
 @pytest.mark.parametrize("ids", (SEGMENTS, np.ones_like(SEGMENTS)), ids=("packed", "whole"))
 def test_rows_of_one_document_need_no_mask_on_a_gpu(
-    masks_of_cudnn, monkeypatch, ids, blocks, heads
+    given_to_cudnn, monkeypatch, ids, blocks, heads
 ):
     """The choice at run time; values and gradients. A mask is of some queries at a time, and of
     all heads in short rows."""
@@ -170,21 +171,36 @@ def test_rows_of_one_document_need_no_mask_on_a_gpu(
     x = [jnp.asarray(arrays()[name]) for name in "qkv"]
     run = jax.value_and_grad(functools.partial(packed_loss, jnp.asarray(ids)), (0, 1, 2))
     want = run(*x)
-    masks = masks_of_cudnn()
+    _, masks = given_to_cudnn()
     got = run(*x)
     assert set(masks) == {None, (heads, 8 if blocks else SEGMENTS.shape[1])}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), got, want)
 
 
-def test_models_side_by_side_choose_once_whether_they_need_masks(masks_of_cudnn):
+def test_models_side_by_side_choose_once_whether_they_need_masks(given_to_cudnn):
     """Under vmap a choice a member would run both ways for all."""
     x = [jnp.stack([arrays(seed)[name] for seed in range(2)]) for name in "qkv"]
     ids = jnp.stack([jnp.asarray(SEGMENTS), jnp.ones_like(SEGMENTS)])
     run = jax.vmap(jax.value_and_grad(packed_loss, (1, 2, 3)))
     want = run(ids, *x)
-    masks_of_cudnn()
+    given_to_cudnn()
     assert "cond[" in str(jax.make_jaxpr(run)(ids, *x))
     got = run(ids, *x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), got, want)
+
+
+@pytest.mark.parametrize("ids", (None, SEGMENTS), ids=("plain", "packed"))
+def test_on_a_mesh_cudnn_is_given_a_devices_own_rows_and_heads(given_to_cudnn, ids):
+    """Left to the compiler, each device did the backward pass of the rows of all."""
+    x = [jnp.asarray(arrays()[name]) for name in "qkv"]
+    run = jax.jit(jax.value_and_grad(functools.partial(packed_loss, ids), (0, 1, 2)))
+    want = run(*x)
+    queries, _ = given_to_cudnn()
+    with jax.set_mesh(
+        sharding.make_mesh(sharding.MeshConfig(data=2, tensor=2, fsdp=1, sequence=-1))
+    ):
+        got = run(*x)
+    assert {(rows, heads) for rows, _, heads, _ in queries} == {(1, 3)}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), got, want)
 
 
