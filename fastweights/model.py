@@ -32,7 +32,7 @@ from fastweights.mixers.experts import ExpertsConfig
 from fastweights.mixers.norms import RMSNorm
 from fastweights.mixers.projections import check_sizes
 from fastweights.ops.segments import select_real
-from fastweights.ops.weights import look_up
+from fastweights.ops.weights import Gathered, gather, look_up
 from fastweights.pattern import Layout, expand
 from fastweights.sharding import constrain
 
@@ -247,12 +247,14 @@ class HybridLM(nnx.Module):
         segment_ids_BT: jax.Array | None = None,
         positions_BT: jax.Array | None = None,
         cache: Any = None,
+        table: Gathered | None = None,
     ) -> tuple[jax.Array, Any, jax.Array | None]:
         """As `hidden`, and the mean over layers of how unevenly experts are used (None without).
 
-        See `MixtureOfExperts` for that number.
+        See `MixtureOfExperts` for that number. `table` is from `gathered`, for who gathers the
+        head too.
         """
-        x_BTD: Any = look_up(self.embedding[...], tokens_BT, jnp.dtype(self.config.dtype))
+        x_BTD: Any = look_up(self._table() if table is None else table, tokens_BT)
         if segment_ids_BT is not None:
             # Padding may hold any id: NaN there would meet zeros in the gradients of all kernels.
             x_BTD = select_real(x_BTD, segment_ids_BT != 0)
@@ -311,6 +313,16 @@ class HybridLM(nnx.Module):
     def head_DV(self) -> jax.Array:
         """The matrix from `hidden`'s output to logits, in the parameters' dtype."""
         return self.embedding[...].T if self.config.tie_embeddings else self.head[...]
+
+    def gathered(self) -> tuple[Gathered, Gathered]:
+        """Embedding [V, D] and head [D, V] in the compute dtype, gathered once if they are one."""
+        table = self._table()
+        if self.config.tie_embeddings:
+            return table, Gathered(*(jnp.swapaxes(x, -2, -1) for x in table))
+        return table, gather(self.head[...], jnp.dtype(self.config.dtype), ("embed", "vocab"))
+
+    def _table(self) -> Gathered:
+        return gather(self.embedding[...], jnp.dtype(self.config.dtype), ("vocab", "embed"))
 
     def init_cache(self, batch: int, max_length: int, dtype=None) -> dict[str, Any]:
         """Empty caches for `batch` rows of up to `max_length` tokens.

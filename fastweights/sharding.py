@@ -250,6 +250,34 @@ def rows_of_slices(x: jax.Array, length: int) -> jax.Array:
     return constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
 
 
+def row_axis(length: int) -> str:
+    """The logical axis of rows of `length` tokens once `slices_as_rows` has seen them."""
+    return "slices" if cuts_tokens(length) else "batch"
+
+
+def shares(rows: int, logical: str) -> int:
+    """On how many devices lie different ones of `rows` rows; 1 if they cannot be cut."""
+    return rows // part(rows, logical) if rows else 1
+
+
+def by_device(x: jax.Array, logical: str, *axes: str | None) -> jax.Array:
+    """[rows, ...] as [S, rows / S, ...], the first axis cut over the S devices that rows lie on.
+
+    Args:
+      x: its first axis is `logical`.
+      axes: of all its axes but that, which the others have in the result.
+    """
+    rows = x.shape[0]
+    count = shares(rows, logical)
+    x = x.reshape(count, rows // count, *x.shape[1:])
+    return constrain(x, logical if count > 1 else None, None, *axes)
+
+
+def row_devices() -> int:
+    """How many devices have different rows, or slices of rows, where the mesh can cut them."""
+    return _parts("slices")
+
+
 def _open_axes(mesh: Any) -> dict[str, AxisType]:
     """Mesh axes of more than one device that no `shard_map` around has cut yet."""
     kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)

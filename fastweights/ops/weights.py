@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +51,69 @@ def sum_tokens(x_BTD: jax.Array) -> jax.Array:
     return jnp.sum(jax.lax.optimization_barrier(parts), axis=(0, 1))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def look_up(table_VD: jax.Array, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
-    """The tokens' rows of the table, in `dtype`; NaN for a token that it does not have.
+class Gathered(NamedTuple):
+    """A matrix where every device can use it, and where each leaves its part of the gradient.
+
+    Attributes:
+      matrix: [V, D] in the compute dtype, whole but for the vocabulary, which stays cut.
+      parts: [S, V, D], float32 or wider, one for each of S devices with rows of their own. Nobody
+        reads these zeros: only their gradient counts, and that of `matrix` does not.
+    """
+
+    matrix: jax.Array
+    parts: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather(weight: jax.Array, dtype: Any, axes: tuple[str, str]) -> Gathered:
+    """`Gathered`, for all uses of a matrix in one step.
+
+    What several uses leave in `parts` is added up on each device, and crosses devices once, as one
+    sum. Summed by each use, the gradient of a table that is the head too would cross twice.
+
+    Args:
+      weight: [V, D] or [D, V].
+      dtype: the compute dtype.
+      axes: the weight's logical axes, "vocab" and "embed" in its order.
+    """
+    whole = tuple(None if axis == "embed" else axis for axis in axes)
+    # Pinned before and behind the cast, or the compiler may gather the wide weight.
+    narrow = sharding.constrain(weight.astype(dtype), *axes)
+    acc = jnp.promote_types(dtype, jnp.float32)
+    parts = jnp.zeros((sharding.row_devices(), *weight.shape), acc)
+    return Gathered(
+        sharding.constrain(narrow, *whole),
+        sharding.constrain(parts, "slices", *whole),
+    )
+
+
+def _gather_forward(weight, dtype, axes):
+    return gather(weight, dtype, axes), weight
+
+
+def _gather_backward(dtype, axes, weight, gradient):
+    total = sharding.constrain(gradient.parts.sum(axis=0), *axes)
+    return (total.astype(weight.dtype),)
+
+
+gather.defvjp(_gather_forward, _gather_backward)
+
+
+def gradient_of(like: Gathered, parts: jax.Array) -> Gathered:
+    """The gradient by `like`, for a backward pass, from parts of R groups of devices, [R, V, D].
+
+    Devices of a group, where there are several, have computed the same; each counts for its share.
+    """
+    copies = like.parts.shape[0] // parts.shape[0]
+    if copies > 1:
+        shape = (copies, *parts.shape)
+        parts = jnp.broadcast_to(parts / copies, shape).reshape(like.parts.shape)
+    return like._replace(matrix=None, parts=parts)
+
+
+@jax.custom_vjp
+def look_up(table: Gathered, tokens_BT: jax.Array) -> jax.Array:
+    """The tokens' rows of the table [V, D]; NaN for a token that it does not have.
 
     The gradient is summed in float32 or wider: in bfloat16 the sum of a frequent token would stop
     growing at 256 equal terms. It has one derivative, in reverse mode.
@@ -61,21 +121,30 @@ def look_up(table_VD: jax.Array, tokens_BT: jax.Array, dtype: Any) -> jax.Array:
     The table is gathered over the model width first: a lookup in one cut both ways would make the
     compiler move whole activations instead.
     """
-    table_VD = sharding.constrain(table_VD.astype(dtype), "vocab", None)
-    return table_VD.at[tokens_BT].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    rows = table.matrix.at[tokens_BT]
+    return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
-def _look_up_forward(table_VD, tokens_BT, dtype):
-    return look_up(table_VD, tokens_BT, dtype), (table_VD, tokens_BT)
+def _look_up_forward(table, tokens_BT):
+    return look_up(table, tokens_BT), (table, tokens_BT)
 
 
-def _look_up_backward(dtype, kept, dx_BTD):
-    table_VD, tokens_BT = kept
-    acc = jnp.promote_types(table_VD.dtype, jnp.float32)
-    zeros_VD = sharding.constrain(jnp.zeros(table_VD.shape, acc), "vocab", None)
-    add = zeros_VD.at[tokens_BT].add
-    dtable_VD = add(dx_BTD.astype(acc), mode="drop", wrap_negative_indices=False)
-    return dtable_VD.astype(table_VD.dtype), None
+def _look_up_backward(kept, dx_BTD):
+    table, tokens_BT = kept
+    _, vocab, width = table.parts.shape
+    rows = sharding.row_axis(tokens_BT.shape[1])
+    tokens_SBT, dx_SBTD = (
+        sharding.by_device(sharding.slices_as_rows(x), rows, *[None] * (x.ndim - 1))
+        for x in (tokens_BT, dx_BTD.astype(table.parts.dtype))
+    )
+
+    def one(tokens_BT, dx_BTD):
+        add = jnp.zeros((vocab, width), dx_BTD.dtype).at[tokens_BT].add
+        return add(dx_BTD, mode="drop", wrap_negative_indices=False)
+
+    parts_SVD = jax.vmap(one)(tokens_SBT, dx_SBTD)
+    parts_SVD = sharding.constrain(parts_SVD, rows if len(parts_SVD) > 1 else None, "vocab", None)
+    return gradient_of(table, parts_SVD), None
 
 
 look_up.defvjp(_look_up_forward, _look_up_backward)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from fastweights import sharding
 from fastweights.model import HybridLM
+from fastweights.ops.weights import Gathered, gradient_of
 
 IGNORE = -1  # a target without loss
 
@@ -66,11 +67,12 @@ def training_loss(
       total: float32 scalar.
       balance_loss: weight of how unevenly experts are used; see `MixtureOfExperts`.
     """
-    h_BTD, balance = _hidden(model, batch)
-    head_DZ, targets_BT = model.head_DV, batch["targets"]
+    table, head = model.gathered()
+    h_BTD, balance = _hidden(model, batch, table)
+    targets_BT = batch["targets"]
     if answers is not None and answers.most < answers.rows * targets_BT.shape[1]:
         h_BTD, targets_BT = _asked(h_BTD, targets_BT, answers)
-    fused: Any = _fused(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss)
+    fused: Any = _fused(h_BTD, head, targets_BT, total, loss_chunk, z_loss)
     loss, sums = fused
     if balance is None:
         return loss, sums
@@ -119,9 +121,14 @@ def hidden_loss(
     return jax.tree.map(functools.partial(_joined, length=targets_BT.shape[1]), losses_NBC)
 
 
-def _hidden(model: HybridLM, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
+def _hidden(
+    model: HybridLM, batch: dict[str, Any], table: Gathered | None = None
+) -> tuple[jax.Array, jax.Array | None]:
     h_BTD, _, balance = model.hidden_and_balance(
-        batch["tokens"], segment_ids_BT=batch["segment_ids"], positions_BT=batch["positions"]
+        batch["tokens"],
+        segment_ids_BT=batch["segment_ids"],
+        positions_BT=batch["positions"],
+        table=table,
     )
     return h_BTD, balance
 
@@ -197,24 +204,18 @@ def _summed(scores: TokenLoss, targets_BC: jax.Array) -> Sums:
 
 
 def _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients):
-    """((loss, sums), (dh_BTD, dhead_DZ) or None); gradients of total * loss."""
-    acc, low = jnp.promote_types(h_BTD.dtype, jnp.float32), h_BTD.dtype
-    # Gathered once, and its gradient summed over the devices once, not for every piece.
-    narrow_DZ = sharding.constrain(head_DZ.astype(low), None, "vocab")
-    pieces = _pieces(h_BTD, targets_BT, loss_chunk)
-    rows = pieces[0].shape[1]
-    logical = "slices" if sharding.cuts_tokens(h_BTD.shape[1]) else "batch"
-    shares = rows // sharding.part(rows, logical) if rows else 1
+    """((loss, sums), (dh_BTD, dhead_SDZ) or None); gradients of total * loss.
 
-    def by_device(x_BCX: jax.Array, axis: str | None) -> jax.Array:
-        """The rows as [S, B / S, C, X], the first axis cut over the devices."""
-        x_SBCX = x_BCX.reshape(shares, rows // shares, *x_BCX.shape[1:])
-        return sharding.constrain(x_SBCX, logical if shares > 1 else None, None, None, axis)
+    Every device sums the head's gradient over its own rows, in all pieces.
+    """
+    acc, low = jnp.promote_types(h_BTD.dtype, jnp.float32), h_BTD.dtype
+    pieces = _pieces(h_BTD, targets_BT, loss_chunk)
+    rows = sharding.row_axis(h_BTD.shape[1])
 
     def one_piece(carry, piece):
         sums, dhead_SDZ = carry
         h_BCD, targets_BC = piece
-        logits_BCZ = _logits(h_BCD, narrow_DZ)
+        logits_BCZ = _logits(h_BCD, head_DZ)
         scores, log_partition_BC = _score(logits_BCZ, targets_BC)
         sums = jax.tree.map(jnp.add, sums, _summed(scores, targets_BC))
         if not gradients:
@@ -226,39 +227,39 @@ def _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients):
         dlogits_BCZ = dlogits_BCZ - (place_BCZ == targets_BC[..., None])  # IGNORE is no place
         # In the model's dtype: float32 factors would make these the slowest products of the step.
         dlogits_BCZ = dlogits_BCZ.astype(low)
-        dh_BCD = jnp.einsum(
-            "bcz,dz->bcd", dlogits_BCZ, narrow_DZ, preferred_element_type=acc
-        ).astype(low)
-        h_SBCD, dlogits_SBCZ = by_device(h_BCD, None), by_device(dlogits_BCZ, "vocab")
+        dh_BCD = jnp.einsum("bcz,dz->bcd", dlogits_BCZ, head_DZ, preferred_element_type=acc)
+        h_SBCD = sharding.by_device(h_BCD, rows, None, None)
+        dlogits_SBCZ = sharding.by_device(dlogits_BCZ, rows, None, "vocab")
         dhead_SDZ = dhead_SDZ + jnp.einsum(
             "sbcd,sbcz->sdz", h_SBCD, dlogits_SBCZ, preferred_element_type=acc
         )
-        return (sums, dhead_SDZ), dh_BCD
+        return (sums, dhead_SDZ), dh_BCD.astype(low)
 
     zeros = Sums(*[jnp.zeros((), acc)] * 2, *[jnp.zeros((), jnp.float32)] * 3)
-    start = zeros, jnp.zeros((shares, *head_DZ.shape), acc) if gradients else None
+    shape = (sharding.shares(pieces[0].shape[1], rows), *head_DZ.shape)
+    start = zeros, jnp.zeros(shape, acc) if gradients else None
     (sums, dhead_SDZ), dh_NBCD = jax.lax.scan(one_piece, start, pieces)
     out = (sums.nll + z_loss * sums.z) / total, sums
     if dh_NBCD is None or dhead_SDZ is None:
         return out, None
-    dh_BTD = _joined(dh_NBCD, length=h_BTD.shape[1])
-    return out, (dh_BTD, dhead_SDZ.sum(axis=0).astype(head_DZ.dtype))
+    return out, (_joined(dh_NBCD, length=h_BTD.shape[1]), dhead_SDZ)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _fused(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss) -> Any:
-    return _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients=False)[0]
+def _fused(h_BTD, head, targets_BT, total, loss_chunk, z_loss) -> Any:
+    return _run(h_BTD, head.matrix, targets_BT, total, loss_chunk, z_loss, gradients=False)[0]
 
 
-def _fused_forward(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss):
-    out, gradients = _run(h_BTD, head_DZ, targets_BT, total, loss_chunk, z_loss, gradients=True)
-    return out, (gradients, total)
+def _fused_forward(h_BTD, head, targets_BT, total, loss_chunk, z_loss):
+    out, gradients = _run(h_BTD, head.matrix, targets_BT, total, loss_chunk, z_loss, gradients=True)
+    return out, (gradients, head, total)
 
 
 def _fused_backward(loss_chunk, z_loss, kept, cotangents):
-    gradients, total = kept
+    gradients, head, total = kept
     factor = cotangents[0] / total
-    return *jax.tree.map(lambda x: (factor * x).astype(x.dtype), gradients), None, None
+    dh_BTD, dhead_SDZ = jax.tree.map(lambda x: (factor * x).astype(x.dtype), gradients)
+    return dh_BTD, gradient_of(head, dhead_SDZ), None, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

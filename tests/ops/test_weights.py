@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fastweights.ops.weights import look_up, spread
+from fastweights import sharding
+from fastweights.ops.weights import gather, look_up, spread
 
 SHAPES = [
     ((8,), (2, 4096, 8)),
@@ -48,7 +49,7 @@ def test_a_frequent_token_keeps_its_whole_gradient(dtype, table_dtype):
     tokens = jnp.full((4, 1003), 2).at[:, 1000:].set(jnp.asarray([5, -1, 7]))
 
     def total(table):
-        rows = look_up(table, tokens, dtype)
+        rows = look_up(gather(table, dtype, ("vocab", "embed")), tokens)
         return jnp.where(jnp.isnan(rows), 0.0, rows).astype(jnp.float32).sum(), rows
 
     gradient, rows = jax.jit(jax.grad(total, has_aux=True))(table)
@@ -57,4 +58,22 @@ def test_a_frequent_token_keeps_its_whole_gradient(dtype, table_dtype):
     assert np.isnan(rows[:, 1001:]).all()
     want = np.zeros((7, 3))
     want[2], want[5] = 4000, 4
+    np.testing.assert_array_equal(gradient, want)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (4, 5), (3, 5)], ids=("slices", "rows", "whole"))
+def test_each_use_counts_once_however_rows_are_cut(shape):
+    """Devices that hold the same rows, because a mesh does not divide them, count as one."""
+    rng = np.random.default_rng(0)
+    tokens, factors = rng.integers(0, 8, shape), rng.integers(-9, 9, (*shape, 4))
+
+    def total(weight):
+        table = gather(weight, jnp.float32, ("vocab", "embed"))
+        return jnp.sum(factors * look_up(table, tokens)) + jnp.sum(2 * look_up(table, tokens))
+
+    mesh = sharding.make_mesh(sharding.MeshConfig(data=1, fsdp=2, tensor=2, sequence=2))
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(total))(jnp.ones((8, 4)))
+    want = np.zeros((8, 4))
+    np.add.at(want, tokens, factors + 2)
     np.testing.assert_array_equal(gradient, want)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fastweights.ops.weights import gather
 from fastweights.training.loss import IGNORE, Answers, token_loss, training_loss
 
 B, T, D, Z = 2, 10, 16, 33
@@ -24,7 +25,9 @@ def draw(dtype):
 
 def model_of(h, head):
     return types.SimpleNamespace(
-        hidden_and_balance=lambda *_, **__: (h, None, jnp.float32(BALANCE)), head_DV=head
+        hidden_and_balance=lambda *_, **__: (h, None, jnp.float32(BALANCE)),
+        gathered=lambda: (None, gather(head, h.dtype, ("embed", "vocab"))),
+        head_DV=head,
     )
 
 

@@ -72,6 +72,7 @@ def assert_same_training(config, other, *, devices=1, other_devices=1, rtol=1e-5
 
 # Each axis of a mesh is cut in one of them.
 MESHES = [("mesh.data=2", "mesh.fsdp=4"), ("mesh.data=1", "mesh.fsdp=2", "mesh.tensor=4")]
+SLICES = ("mesh.data=2", "mesh.sequence=4")
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -81,30 +82,38 @@ def test_eight_devices_train_as_one(mesh):
 
 def test_slices_of_rows_train_as_whole_rows():
     """Targets behind the border of a slice, microbatches, pieces of the loss, answers alone."""
-    slices = ("mesh.data=2", "mesh.sequence=4", "accum_steps=4", "loss_chunk=3")
+    slices = (*SLICES, "accum_steps=4", "loss_chunk=3")
     assert_same_training(tiny(*PLAIN), tiny(*PLAIN, *slices), other_devices=8)
     assert tiny().data.answers(None) < tiny().data.length, "logits are made for all tokens"
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_the_heads_gradient_is_summed_over_devices_once(mesh):
-    """Not for every piece of the loss: no collective in a loop is as large as a device's head."""
-    config = tiny(*PLAIN, *mesh, "loss_chunk=3", "model.vocab_size=256")
+@pytest.mark.parametrize(
+    ("mesh", "tied"), [(MESHES[0], True), (MESHES[1], True), (SLICES, True), (SLICES, False)]
+)
+def test_the_heads_gradient_is_summed_over_devices_once(mesh, tied):
+    """And so is the embedding's, which is the same sum if they are one.
+
+    Not for every piece of the loss: no collective in a loop is as large as a device's head.
+    """
+    options = ("loss_chunk=3", "model.vocab_size=512", f"model.tie_embeddings={tied}")
+    config = tiny(*PLAIN, *mesh, *options)
     compiled, _, sizes = build(config, 8)
     head = config.model.d_model * config.model.vocab_size // sizes.shape["tensor"]
-    pieces = [
+    collectives = [
         found
         for found in planning.instructions(compiled.as_text())
-        if found.times > 1 and re.match("all-|reduce-scatter|collective", found.kind)
+        if re.match("all-|reduce-scatter|collective", found.kind)
     ]
-    largest = max((largest_array(found.shape) for found in pieces), default=0)
-    assert largest < head / sizes.shape["fsdp"]
+    pieces = [size for found in collectives if found.times > 1 for size in arrays(found.shape)]
+    assert max(pieces, default=0) < head / sizes.shape["fsdp"]
+    sums = [size for found in collectives if "reduce" in found.kind for size in arrays(found.shape)]
+    assert sum(size >= head for size in sums) == (1 if tied else 2)
 
 
-def largest_array(text: str) -> int:
-    """Entries of the largest of the arrays in an HLO type."""
+def arrays(text: str) -> list[int]:
+    """Entries of each array in an HLO type."""
     shapes = re.findall(r"\w+\[([\d,]*)\]", text)
-    return max(int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes)
+    return [int(np.prod([int(n) for n in shape.split(",") if n])) for shape in shapes]
 
 
 def test_muon_trains_alike_on_a_mesh():
