@@ -56,7 +56,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     config.log.every = 200
     config.eval.every = config.checkpoint.every = 500
     config.eval.stop_at = 0.998
-    config.eval.final = "recall,length"
+    config.eval.during = config.eval.final = "recall,length"
     return config
 
 

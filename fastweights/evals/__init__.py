@@ -19,7 +19,8 @@ from fastweights.evals.result import Result
 from fastweights.evals.text_recall import MQAR_TEXT, NIAH, PHONEBOOK
 from fastweights.files import write_atomic
 
-STOPS_ON = "recall/mean"
+# What `stop_at` asks of those of them that the evals in training give.
+STOPS_ON = ("recall/mean", "length/mean")
 # Each has `evaluate(context, params) -> Result` and `check_fits(data)`, which raises `UserError`
 # for data that the eval has nothing to say of.
 EVALS: dict[str, Any] = {
@@ -46,7 +47,8 @@ class EvalConfig:
       during: names of the evals in training, such as "recall" or "recall,ppl".
       final: names of the evals after the last step.
       max_batches: limit of batches an eval reads of the held-out text; 0 for all.
-      stop_at: the recall at which an eval in training ends the run; 0 for never.
+      stop_at: the recall at which an eval in training ends the run; 0 for never. With the eval
+        "length" beside "recall" in training, recall beyond the trained length must reach it too.
     """
 
     every: int = 0
@@ -67,7 +69,10 @@ class EvalConfig:
 
     def stops(self, evaluated: Iterable[Mapping[str, Any]]) -> bool:
         """Whether the metrics of one of these evals in training end the run."""
-        return self.stop_at > 0 and any(found[STOPS_ON] >= self.stop_at for found in evaluated)
+        return self.stop_at > 0 and any(
+            all(found[name] >= self.stop_at for name in STOPS_ON if name in found)
+            for found in evaluated
+        )
 
 
 def split_names(names: str) -> list[str]:

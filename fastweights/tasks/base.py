@@ -72,6 +72,8 @@ class TaskConfig:
       train: an entry and a weight of each training slice. The weights are shares of *examples*: as
         a row holds only one slice and more of its short examples, a slice's share of the rows is
         proportional to weight / examples per row.
+      repeat_after: batches after which the training examples come again in the same order; 0: each
+        batch has new ones.
       test: an entry of each evaluation slice.
       test_examples: examples in each evaluation slice.
       test_seed: seed of the evaluation stream. It is not the run's seed, so all runs are scored on
@@ -99,6 +101,7 @@ class TaskConfig:
     test: tuple[Any, ...]
     test_examples: int = 1000
     test_seed: int = 0
+    repeat_after: int = 0
 
     @property
     def vocab_size(self) -> int:
@@ -146,6 +149,11 @@ class TaskConfig:
             f"{self.NAME}.test names a slice twice in {self.test}; name each once.",
         )
         check(
+            self.repeat_after >= 0,
+            f"{self.NAME}.repeat_after is {self.repeat_after}; give a number of batches, or 0 for "
+            "new examples in each.",
+        )
+        check(
             self.test_examples > 0,
             f"{self.NAME}.test_examples is {self.test_examples}; it must be at least 1.",
         )
@@ -180,7 +188,7 @@ def train_batch(config: TaskConfig, *, seed: int, index: int, rows: int, length:
     that is no whole number, one row more or less, which the batch draws.
     """
     check_fits(config, length)
-    rng = stream(seed, TRAIN_STREAM, index)
+    rng = stream(seed, TRAIN_STREAM, _drawn(config, index))
     mix = _mix(config, rows, length)
     counts_S = np.diff((mix.ends_S + rng.integers(ROW)) // ROW, prepend=0)
     found = [
@@ -200,7 +208,7 @@ def device_batch(
     """
     check_fits(config, length)
     key = jax.random.key(seed)
-    for word in (TRAIN_STREAM, index):
+    for word in (TRAIN_STREAM, _drawn(config, index)):
         key = jax.random.fold_in(key, word)
     mix = _mix(config, rows, length)
     drawn, *keys = jax.random.split(key, 1 + len(mix.parts))
@@ -217,6 +225,11 @@ def device_batch(
     slice_R = jnp.searchsorted(ends_S, place_R, side="right", method="compare_all")
     place_R = place_R + unused_S[slice_R]
     return {name: jnp.concatenate([part[name] for part in found])[place_R] for name in found[0]}
+
+
+def _drawn(config: TaskConfig, index: Any) -> Any:
+    """The number that a batch's random numbers come from."""
+    return index % config.repeat_after if config.repeat_after else index
 
 
 class _Mix(NamedTuple):

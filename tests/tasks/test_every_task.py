@@ -186,6 +186,15 @@ def test_a_batch_has_its_share_of_each_slice(make):
     assert tasks.most_answers(config, 5, 32) == 2 * 4 + 3 + 3 * 8
 
 
+@pytest.mark.parametrize("make", (train_batch, device_batch))
+def test_a_stream_of_few_batches_starts_over(make):
+    config = tasks.MQARConfig(vocab_size=64, train=((16, 2, 1.0),), test=((16, 2),), repeat_after=3)
+    run = functools.partial(make, config, seed=0, rows=2, length=16)
+    run = jax.jit(run, compiler_options=QUICK) if make is device_batch else run
+    found = [np.asarray(run(index=i)["tokens"]).tobytes() for i in range(8)]
+    assert found == (found[:3] * 3)[:8] and len(set(found)) == 3
+
+
 def test_every_task_has_an_oracle():
     assert ORACLES.keys() == TASKS.keys()
 
@@ -233,6 +242,7 @@ def test_overwritten_keys_are_told_from_untouched_ones_and_stand_anywhere():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
+        (lambda: tasks.OverwriteConfig(repeat_after=-1), "mqar_overwrite.repeat_after is -1"),
         (lambda: tasks.OverwriteConfig(test=((40, 8, 9),)), "8 pairs and 9 updates"),
         (lambda: tasks.OverwriteConfig(test=((38, 8, 4),)), "even length of at least 40"),
         (lambda: tasks.OverwriteConfig(vocab_size=16), "vocab_size is 16; .* at least 24"),

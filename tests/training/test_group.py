@@ -144,6 +144,20 @@ def test_a_run_good_enough_ends_there_and_the_others_go_on(trained, tmp_path):
     assert (tmp_path / "ab"[best] / "evals/recall-8.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("found", "stops"),
+    [
+        ({"recall/mean": 0.8}, False),
+        ({"recall/mean": 0.9}, True),
+        ({"recall/mean": 0.9, "length/mean": 0.5}, False),
+        ({"recall/mean": 0.9, "length/mean": 0.9, "ablation/all": 0.1}, True),
+    ],
+)
+def test_a_run_that_is_asked_beyond_its_length_has_to_be_good_enough_there(found, stops):
+    config = config_lib.load(TINY, [*FIELDS, "eval.stop_at=0.9", "eval.during=recall,length"])
+    assert config.eval.stops([found]) == stops
+
+
 def test_train_ends_at_the_eval_that_is_good_enough(tmp_path, capsys):
     argv = train_command(tmp_path, *FIELDS, *POINTS["b"], "eval.stop_at=1e-9")[1:]
     assert train.main(argv) == 0
