@@ -80,7 +80,8 @@ def sweep():
                     yield {"arg": f"mixer={mixer},width={width}", "optim.lr": lr, "seed": seed}
     for lr in RATES:
         for seed in SEEDS:
-            yield {"arg": "mixer=N,width=64,repeat=1", "optim.lr": lr, "seed": seed}
+            # In front, or the claims on mixer=N would be on these too.
+            yield {"arg": "repeat=1,mixer=N,width=64", "optim.lr": lr, "seed": seed}
 
 
 def claims():
