@@ -18,7 +18,7 @@ import numpy as np
 
 from fastweights.errors import check
 from fastweights.tasks import Slice, TaskConfig, accuracy, eval_rows, slice_batch
-from fastweights.tasks.base import stream
+from fastweights.tasks.batches import stream
 from fastweights.tasks.draws import HostDraws
 from fastweights.tasks.solvers import Habits
 

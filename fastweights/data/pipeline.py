@@ -24,7 +24,8 @@ from fastweights.data.source import builtin_documents
 from fastweights.data.tokenizer import BYTES, TOKENIZER, JsonTokenizer, Tokenizer, load_tokenizer
 from fastweights.errors import UserError, check
 from fastweights.tasks import TASKS, Batch, TaskConfig
-from fastweights.tasks.base import IGNORE, stream
+from fastweights.tasks.base import IGNORE
+from fastweights.tasks.batches import stream
 
 TEXT = "text"
 HELD_OUT = "held_out"

@@ -22,7 +22,8 @@ from fastweights.evals.result import Result
 from fastweights.generation.engine import Engine
 from fastweights.generation.scoring import score_steps
 from fastweights.tasks import lookup
-from fastweights.tasks.base import IGNORE, stream
+from fastweights.tasks.base import IGNORE
+from fastweights.tasks.batches import stream
 
 Pieces = list[tuple[str, bool]]
 """A prompt as texts in a row; True marks answers."""

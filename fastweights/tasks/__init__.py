@@ -5,10 +5,9 @@ A task is a config class, a `TaskConfig` that says what an example is; `train_ba
 solver for each, solvers.py cheaters that must not get far.
 """
 
-from fastweights.tasks.base import (
+from fastweights.tasks.base import Slice, TaskConfig
+from fastweights.tasks.batches import (
     Batch,
-    Slice,
-    TaskConfig,
     accuracy,
     check_fits,
     device_batch,

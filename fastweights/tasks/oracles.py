@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from fastweights.tasks import copying, hops, lookup, mad, mqar_variants, state_and_recall
-from fastweights.tasks.base import Batch, TaskConfig
+from fastweights.tasks.base import TaskConfig
+from fastweights.tasks.batches import Batch
 from fastweights.tasks.solvers import fill
 from fastweights.tasks.state_tracking import permutations
 

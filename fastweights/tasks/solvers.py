@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from fastweights.tasks.base import Batch
+from fastweights.tasks.batches import Batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 
 from fastweights.errors import UserError
 from fastweights.tasks import Slice, accuracy, eval_rows, eval_slices, slice_batch, train_batch
-from fastweights.tasks.base import EVAL_STREAM, TRAIN_STREAM, pack_rows, stream
+from fastweights.tasks.batches import EVAL_STREAM, TRAIN_STREAM, pack_rows, stream
 from fastweights.tasks.draws import HostDraws
 from fastweights.tasks.mqar import FILLERS, QUERY_ORDERS, MQARConfig
 from fastweights.tasks.oracles import solve
