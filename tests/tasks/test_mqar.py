@@ -218,7 +218,7 @@ def test_train_and_eval_streams_never_meet(monkeypatch):
 
     seeds = []
     monkeypatch.setattr(
-        "fastweights.tasks.base.stream", lambda *words: seeds.append(words) or stream(*words)
+        "fastweights.tasks.batches.stream", lambda *words: seeds.append(words) or stream(*words)
     )
     train_batch(SMALL, seed=SMALL.test_seed, index=64, rows=1, length=64)
     eval_rows(SMALL, Slice(64, 16), 64)
