@@ -4,7 +4,7 @@
 
     probe      no training: 16 random keys in a state of 32 x 64, the half of them written again
     micro      8 pairs in 32 tokens, with the short convolution and without
-    small      16 pairs in 64 tokens and a state of 256 numbers a layer
+    small      16 pairs in 64 tokens and a state of 128 numbers a layer
     overwrite  8 pairs of which 4 are written again, anywhere between
     copy       4 of 32 tokens in order; palindrome: 8 tokens in reverse
     compression  7 tokens out of the last one's vector, for 200 steps
@@ -34,7 +34,7 @@ RUNS = {
         **dict.fromkeys(("GA", "LA", "aa", "LL", "DD", "AA", "ll"), 3e-3),
         "GG": 1e-2,
     },
-    "small": dict.fromkeys(("GA", "AG", "aa", "GG"), 3e-3),
+    "small": {"GA": 3e-3, "AG": 3e-3, "aa": 5e-3, "GG": 1e-2},
     "overwrite": {"aa": 3e-3, "DD": 3e-3, "GG": 1e-2},
     "copy": dict.fromkeys(("GA", "aa"), 3e-3),
     "compression": {"aa": 3e-3},
@@ -67,12 +67,16 @@ def get_config(arg: str | None = None) -> ConfigDict:
     if options.task == "micro":
         task = dict(vocab_size=64, train=((32, 8, 1.0),), test=((32, 8),), power_a=1.0)
     elif options.task == "small":
-        # Half as many pairs beside them: on 16 alone one seed of two stays at 0.88.
-        config.steps = 1600
-        mix = ((64, 16, 2.0), (32, 8, 1.0))
+        # A third of the rows holds 16 pairs, a third twice 8, a third four times 4. Seen: GA at
+        # least 0.996 on 16 seeds, all by step 400; aa 0.998 on 10, by step 600; AG at most 0.07 on
+        # 8, near chance (one of them 0.26 at the rate 5e-3, one of six 0.20 in 1000 steps); GG 0.06
+        # to 0.27 on 6, and 0.60 and 0.61 in 3200 steps on the best two. With a state of 256 and
+        # four rows of five of 16 pairs one GA of six ended 1600 steps at 0.855, one GG of two at
+        # 0.887.
+        config.steps = 800
+        mix = ((64, 16, 1.0), (32, 8, 2.0), (16, 4, 4.0))
         task = dict(vocab_size=128, train=mix, test=((64, 16),), power_a=1.0)
-        for letter in "LDG":
-            model.mixers[letter].head_dim = 8
+        model.mixers.G.head_dim = 4
     elif options.task == "overwrite":
         data.kind, task = "mqar_overwrite", {}
     elif options.task == "copy":
@@ -144,7 +148,7 @@ def claims():
     yield Claim("task=small,layers=GA", "T64_K16", low=0.98, source=OURS)
     yield Claim("task=small,layers=aa", "T64_K16", low=0.99, source=OURS)
     yield Claim("task=small,layers=AG", "T64_K16", high=0.3, source=OURS)
-    yield Claim("task=small,layers=GG", "T64_K16", high=0.8, source=ZOOLOGY)
+    yield Claim("task=small,layers=GG", "T64_K16", high=0.6, source=ZOOLOGY)
     for layers in ("aa", "DD", "GG"):
         yield Claim(f"task=overwrite,layers={layers}", "T40_K8_U4", low=0.98, source=OURS)
     for layers in ("GA", "aa"):
