@@ -319,10 +319,12 @@ class HybridLM(nnx.Module):
         table = self._table()
         if self.config.tie_embeddings:
             return table, Gathered(*(jnp.swapaxes(x, -2, -1) for x in table))
-        return table, gather(self.head[...], jnp.dtype(self.config.dtype), ("embed", "vocab"))
+        dtype = jnp.dtype(self.config.dtype)
+        return table, gather(self.head[...], dtype, ("embed", "vocab"), False)
 
     def _table(self) -> Gathered:
-        return gather(self.embedding[...], jnp.dtype(self.config.dtype), ("vocab", "embed"))
+        dtype, tied = jnp.dtype(self.config.dtype), self.config.tie_embeddings
+        return gather(self.embedding[...], dtype, ("vocab", "embed"), tied)
 
     def init_cache(self, batch: int, max_length: int, dtype=None) -> dict[str, Any]:
         """Empty caches for `batch` rows of up to `max_length` tokens.

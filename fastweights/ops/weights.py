@@ -56,16 +56,17 @@ class Gathered(NamedTuple):
 
     Attributes:
       matrix: [V, D] in the compute dtype, whole but for the vocabulary, which stays cut.
-      parts: [S, V, D], float32 or wider, one for each of S devices with rows of their own. Nobody
-        reads these zeros: only their gradient counts, and that of `matrix` does not.
+      parts: [S, V, D], float32 or wider, one for each of S devices with rows of their own; S = 1 if
+        the only use takes the sum over devices itself. Nobody reads these zeros: only their
+        gradient counts, and that of `matrix` does not.
     """
 
     matrix: jax.Array
     parts: jax.Array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather(weight: jax.Array, dtype: Any, axes: tuple[str, str]) -> Gathered:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def gather(weight: jax.Array, dtype: Any, axes: tuple[str, str], shared: bool) -> Gathered:
     """`Gathered`, for all uses of a matrix in one step.
 
     What several uses leave in `parts` is added up on each device, and crosses devices once, as one
@@ -75,23 +76,25 @@ def gather(weight: jax.Array, dtype: Any, axes: tuple[str, str]) -> Gathered:
       weight: [V, D] or [D, V].
       dtype: the compute dtype.
       axes: the weight's logical axes, "vocab" and "embed" in its order.
+      shared: whether there is more than one use; otherwise the sum comes first, so that what the
+        use does with it, such as scaling it, needs no pass over a device's part.
     """
     whole = tuple(None if axis == "embed" else axis for axis in axes)
     # Pinned before and behind the cast, or the compiler may gather the wide weight.
     narrow = sharding.constrain(weight.astype(dtype), *axes)
     acc = jnp.promote_types(dtype, jnp.float32)
-    parts = jnp.zeros((sharding.row_devices(), *weight.shape), acc)
+    parts = jnp.zeros((sharding.row_devices() if shared else 1, *weight.shape), acc)
     return Gathered(
         sharding.constrain(narrow, *whole),
-        sharding.constrain(parts, "slices", *whole),
+        sharding.constrain(parts, "slices" if shared else None, *whole),
     )
 
 
-def _gather_forward(weight, dtype, axes):
-    return gather(weight, dtype, axes), weight
+def _gather_forward(weight, dtype, axes, shared):
+    return gather(weight, dtype, axes, shared), weight
 
 
-def _gather_backward(dtype, axes, weight, gradient):
+def _gather_backward(dtype, axes, shared, weight, gradient):
     total = sharding.constrain(gradient.parts.sum(axis=0), *axes)
     return (total.astype(weight.dtype),)
 
@@ -104,8 +107,11 @@ def gradient_of(like: Gathered, parts: jax.Array) -> Gathered:
 
     Devices of a group, where there are several, have computed the same; each counts for its share.
     """
-    copies = like.parts.shape[0] // parts.shape[0]
-    if copies > 1:
+    devices, groups = len(like.parts), len(parts)
+    if devices < groups:
+        parts = parts.sum(axis=0, keepdims=True)
+    if devices > groups:
+        copies = devices // groups
         shape = (copies, *parts.shape)
         parts = jnp.broadcast_to(parts / copies, shape).reshape(like.parts.shape)
     return like._replace(matrix=None, parts=parts)

@@ -258,8 +258,9 @@ def _fused_forward(h_BTD, head, targets_BT, total, loss_chunk, z_loss):
 def _fused_backward(loss_chunk, z_loss, kept, cotangents):
     gradients, head, total = kept
     factor = cotangents[0] / total
-    dh_BTD, dhead_SDZ = jax.tree.map(lambda x: (factor * x).astype(x.dtype), gradients)
-    return dh_BTD, gradient_of(head, dhead_SDZ), None, None
+    dh_BTD, dhead_SDZ = gradients
+    gradients = dh_BTD, gradient_of(head, dhead_SDZ)
+    return *jax.tree.map(lambda x: (factor * x).astype(x.dtype), gradients), None, None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

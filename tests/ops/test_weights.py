@@ -49,7 +49,7 @@ def test_a_frequent_token_keeps_its_whole_gradient(dtype, table_dtype):
     tokens = jnp.full((4, 1003), 2).at[:, 1000:].set(jnp.asarray([5, -1, 7]))
 
     def total(table):
-        rows = look_up(gather(table, dtype, ("vocab", "embed")), tokens)
+        rows = look_up(gather(table, dtype, ("vocab", "embed"), False), tokens)
         return jnp.where(jnp.isnan(rows), 0.0, rows).astype(jnp.float32).sum(), rows
 
     gradient, rows = jax.jit(jax.grad(total, has_aux=True))(table)
@@ -61,14 +61,15 @@ def test_a_frequent_token_keeps_its_whole_gradient(dtype, table_dtype):
     np.testing.assert_array_equal(gradient, want)
 
 
+@pytest.mark.parametrize("shared", (True, False), ids=("shared", "alone"))
 @pytest.mark.parametrize("shape", [(4, 6), (4, 5), (3, 5)], ids=("slices", "rows", "whole"))
-def test_each_use_counts_once_however_rows_are_cut(shape):
+def test_each_use_counts_once_however_rows_are_cut(shape, shared):
     """Devices that hold the same rows, because a mesh does not divide them, count as one."""
     rng = np.random.default_rng(0)
     tokens, factors = rng.integers(0, 8, shape), rng.integers(-9, 9, (*shape, 4))
 
     def total(weight):
-        table = gather(weight, jnp.float32, ("vocab", "embed"))
+        table = gather(weight, jnp.float32, ("vocab", "embed"), shared)
         return jnp.sum(factors * look_up(table, tokens)) + jnp.sum(2 * look_up(table, tokens))
 
     mesh = sharding.make_mesh(sharding.MeshConfig(data=1, fsdp=2, tensor=2, sequence=2))

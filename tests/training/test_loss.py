@@ -26,7 +26,7 @@ def draw(dtype):
 def model_of(h, head):
     return types.SimpleNamespace(
         hidden_and_balance=lambda *_, **__: (h, None, jnp.float32(BALANCE)),
-        gathered=lambda: (None, gather(head, h.dtype, ("embed", "vocab"))),
+        gathered=lambda: (None, gather(head, h.dtype, ("embed", "vocab"), False)),
         head_DV=head,
     )
 
