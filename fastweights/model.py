@@ -254,7 +254,7 @@ class HybridLM(nnx.Module):
         See `MixtureOfExperts` for that number. `table` is from `gathered`, for who gathers the
         head too.
         """
-        x_BTD: Any = look_up(self._table() if table is None else table, tokens_BT)
+        x_BTD: Any = look_up(self._table(shared=False) if table is None else table, tokens_BT)
         if segment_ids_BT is not None:
             # Padding may hold any id: NaN there would meet zeros in the gradients of all kernels.
             x_BTD = select_real(x_BTD, segment_ids_BT != 0)
@@ -316,15 +316,15 @@ class HybridLM(nnx.Module):
 
     def gathered(self) -> tuple[Gathered, Gathered]:
         """Embedding [V, D] and head [D, V] in the compute dtype, gathered once if they are one."""
-        table = self._table()
+        table = self._table(shared=self.config.tie_embeddings)
         if self.config.tie_embeddings:
             return table, Gathered(*(jnp.swapaxes(x, -2, -1) for x in table))
         dtype = jnp.dtype(self.config.dtype)
         return table, gather(self.head[...], dtype, ("embed", "vocab"), False)
 
-    def _table(self) -> Gathered:
-        dtype, tied = jnp.dtype(self.config.dtype), self.config.tie_embeddings
-        return gather(self.embedding[...], dtype, ("vocab", "embed"), tied)
+    def _table(self, *, shared: bool) -> Gathered:
+        dtype = jnp.dtype(self.config.dtype)
+        return gather(self.embedding[...], dtype, ("vocab", "embed"), shared)
 
     def init_cache(self, batch: int, max_length: int, dtype=None) -> dict[str, Any]:
         """Empty caches for `batch` rows of up to `max_length` tokens.

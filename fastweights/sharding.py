@@ -224,7 +224,7 @@ def constrain(x: jax.Array, *logical_axes: str | None) -> jax.Array:
 
 def cuts_tokens(length: int) -> bool:
     """Whether the devices here hold slices of rows of so many tokens, and not whole rows."""
-    return length % _parts("tokens") == 0 and _parts("tokens") > 1
+    return length % devices("tokens") == 0 and devices("tokens") > 1
 
 
 def slices_as_rows(x: jax.Array) -> jax.Array:
@@ -235,7 +235,7 @@ def slices_as_rows(x: jax.Array) -> jax.Array:
     rows, length, *rest = x.shape
     if not cuts_tokens(length):
         return x
-    x = x.reshape(rows, _parts("tokens"), part(length, "tokens"), *rest)
+    x = x.reshape(rows, devices("tokens"), part(length, "tokens"), *rest)
     x = jnp.moveaxis(x, 1, 0).reshape(-1, part(length, "tokens"), *rest)
     return constrain(x, "slices", *[None] * (x.ndim - 1))
 
@@ -245,7 +245,7 @@ def rows_of_slices(x: jax.Array, length: int) -> jax.Array:
     if not cuts_tokens(length):
         return x
     rest = x.shape[2:]
-    x = x.reshape(_parts("tokens"), -1, part(length, "tokens"), *rest)
+    x = x.reshape(devices("tokens"), -1, part(length, "tokens"), *rest)
     x = jnp.moveaxis(x, 0, 1).reshape(-1, length, *rest)
     return constrain(x, "batch", "tokens", *[None] * (x.ndim - 2))
 
@@ -273,15 +273,15 @@ def by_device(x: jax.Array, logical: str, *axes: str | None) -> jax.Array:
     return constrain(x, logical if count > 1 else None, None, *axes)
 
 
-def row_devices() -> int:
-    """How many devices have different rows, or slices of rows, where the mesh can cut them."""
-    return _parts("slices")
-
-
 def _open_axes(mesh: Any) -> dict[str, AxisType]:
     """Mesh axes of more than one device that no `shard_map` around has cut yet."""
     kinds = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {name: kind for name, size, kind in kinds if size > 1 and kind != AxisType.Manual}
+
+
+def is_whole() -> bool:
+    """Whether code here sees all of its arrays that its device has: nothing is left to be cut."""
+    return not _open_axes(jax.sharding.get_abstract_mesh())
 
 
 def obstacle_to_cutting() -> str | None:
@@ -295,7 +295,7 @@ def obstacle_to_cutting() -> str | None:
 
 def part(size: int, logical: str) -> int:
     """What each device has of a dimension once `on_each_device` has cut it."""
-    parts = _parts(logical)
+    parts = devices(logical)
     return size if size % parts else size // parts
 
 
@@ -306,7 +306,8 @@ def _open_part(logical: str) -> tuple[str, ...]:
     return tuple(name for name in names if name in axes)
 
 
-def _parts(logical: str) -> int:
+def devices(logical: str) -> int:
+    """Over how many devices the compiler, or `on_each_device`, cuts what can be cut so often."""
     return _axis_size(jax.sharding.get_abstract_mesh(), _open_part(logical))
 
 
@@ -334,7 +335,7 @@ def on_each_device(call: Callable[..., Any], args: Sequence[Any], axes: Any, out
         logical
         for x, of_dims in present
         for size, logical in zip(x.shape, of_dims, strict=True)
-        if logical is not None and size % _parts(logical)
+        if logical is not None and size % devices(logical)
     }
 
     def spec(of_dims):

@@ -115,7 +115,7 @@ def steps_to(run: pathlib.Path, recall: float) -> int | None:
     reached = [
         record["step"]
         for record in metrics.read_metrics(run, "eval")
-        if record.get(evals.STOPS_ON, 0.0) >= recall
+        if record.get(evals.RECALL, 0.0) >= recall
     ]
     return min(reached, default=None)
 

@@ -19,8 +19,7 @@ from fastweights.evals.result import Result
 from fastweights.evals.text_recall import MQAR_TEXT, NIAH, PHONEBOOK
 from fastweights.files import write_atomic
 
-# What `stop_at` asks of those of them that the evals in training give.
-STOPS_ON = ("recall/mean", "length/mean")
+RECALL, BEYOND = "recall/mean", "length/mean"
 # Each has `evaluate(context, params) -> Result` and `check_fits(data)`, which raises `UserError`
 # for data that the eval has nothing to say of.
 EVALS: dict[str, Any] = {
@@ -69,9 +68,11 @@ class EvalConfig:
 
     def stops(self, evaluated: Iterable[Mapping[str, Any]]) -> bool:
         """Whether the metrics of one of these evals in training end the run."""
+        names = split_names(self.during)
+        asked = [metric for metric in (RECALL, BEYOND) if metric.partition("/")[0] in names]
+        # A record of other evals, from before they were changed, says nothing.
         return self.stop_at > 0 and any(
-            all(found[name] >= self.stop_at for name in STOPS_ON if name in found)
-            for found in evaluated
+            all(found.get(metric, 0.0) >= self.stop_at for metric in asked) for found in evaluated
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from fastweights import sharding
 from fastweights.errors import check
-from fastweights.ops import segments
+from fastweights.ops import kernels, segments
 from fastweights.ops.checks import check_segments
 from fastweights.ops.mosaic_gpu.support import on_hopper
 
@@ -123,19 +123,21 @@ def softmax_attention(
     if implementation == "auto":
         takes = logit_cap is None and _cudnn_takes(dtype, key_dim, value_dim)
         implementation = "cudnn" if takes else "xla"
-    run = functools.partial(_choose, options=options, backend=implementation)
+    run = functools.partial(_run_here, options=options, backend=implementation)
     arrays = *(x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV)), *given
-    if implementation == "cudnn" and sharding.obstacle_to_cutting() is None:
+    if implementation == "cudnn" and kernels.obstacle_of_sharding(*arrays[:3]) is None:
         # By hand: the compiler would have every device do the backward pass of all rows.
         heads = ("batch", None, "heads", None)
         axes = (*[heads] * 3, *[heads[:2]] * 4)
+        q, k, v, *_ = arrays
+        arrays = *heads_to_cut(q, k, v, sharding.devices("heads")), *given
         (o_BTHV,) = sharding.on_each_device(lambda *x: (run(*x),), arrays, axes, (heads,))
     else:
         o_BTHV = run(*arrays)
     return o_BTHV.astype(v_BSJV.dtype)
 
 
-def _choose(q, k, v, *given: jax.Array | None, options: dict[str, Any], backend: str) -> jax.Array:
+def _run_here(q, k, v, *given, options: dict[str, Any], backend: str) -> jax.Array:
     """`softmax_attention` of tensors of one dtype: with a mask or without, whole or in blocks."""
     (batch, length, heads, _), slots = q.shape, k.shape[1]
     attend = functools.partial(_attend, **options, backend=backend)
@@ -165,7 +167,20 @@ def _on_slices(arrays, **options) -> jax.Array:
 
     heads = ("batch", "tokens", "heads", None)
     axes = (*[heads] * 3, heads[:2])
+    q_BTHK, k_BTJK, v_BTJV, segment_ids = arrays
+    arrays = *heads_to_cut(q_BTHK, k_BTJK, v_BTJV, sharding.devices("heads")), segment_ids
     return sharding.on_each_device(run, arrays, axes, (heads,))[0]
+
+
+def heads_to_cut(q_BTHK, k_BSJK, v_BSJV, parts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """So many copies of each key head that each of `parts` devices can have its query heads' own.
+
+    Without them, key heads that `parts` does not divide would keep the query heads from being cut.
+    """
+    copies = parts // math.gcd(parts, k_BSJK.shape[2])
+    if copies == 1 or q_BTHK.shape[2] % parts:
+        return q_BTHK, k_BSJK, v_BSJV
+    return q_BTHK, jnp.repeat(k_BSJK, copies, axis=2), jnp.repeat(v_BSJV, copies, axis=2)
 
 
 def _queries_at_once(backend: str, batch: int, length: int, heads: int, slots: int) -> int:
@@ -181,9 +196,8 @@ def _queries_at_once(backend: str, batch: int, length: int, heads: int, slots: i
 
 
 def _mask_heads(heads: int, queries: int, slots: int) -> int:
-    """Heads of cuDNN's mask. On a mesh one: jax would not cut several as it cuts the queries'."""
-    alone = jax.sharding.get_abstract_mesh().size <= 1
-    return heads if alone and queries * slots <= MASK_OF_HEADS else 1
+    """Heads of cuDNN's mask. One where it will be cut: several are not cut as the queries' are."""
+    return heads if sharding.is_whole() and queries * slots <= MASK_OF_HEADS else 1
 
 
 def _in_blocks(attend: Callable, q_BTHK, k_BSJK, v_BSJV, places: Places, rows: int) -> jax.Array:

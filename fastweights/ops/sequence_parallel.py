@@ -12,7 +12,6 @@ Shapes: as in the ops' own files, with T the tokens of one slice; N slices, W ta
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -322,11 +321,7 @@ def attend(
     Raises:
       UserError: as `softmax_attention`.
     """
-    count, (batch, length, heads, _), kv_heads = (
-        jax.lax.axis_size(axis),
-        q_BTHK.shape,
-        k_BTJK.shape[2],
-    )
+    count, (batch, length, heads, _) = jax.lax.axis_size(axis), q_BTHK.shape
     attend_whole = functools.partial(attention.softmax_attention, **options)
 
     def gather(x):
@@ -334,12 +329,9 @@ def attend(
 
     ids_BS = gather(segment_ids)
     if heads % count == 0:
-        # Copies of a key head go where the query heads go that read it.
-        copies = count // math.gcd(count, kv_heads)
-        k_BTJK, v_BTJV = (jnp.repeat(x, copies, axis=2) for x in (k_BTJK, v_BTJV))
         q_BSHK, k_BSJK, v_BSJV = (
             jax.lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
-            for x in (q_BTHK, k_BTJK, v_BTJV)
+            for x in attention.heads_to_cut(q_BTHK, k_BTJK, v_BTJV, count)
         )
         o_BSHV = attend_whole(q_BSHK, k_BSJK, v_BSJV, segment_ids=ids_BS)
         return jax.lax.all_to_all(o_BSHV, axis, split_axis=1, concat_axis=2, tiled=True)

@@ -55,10 +55,11 @@ class Gathered(NamedTuple):
     """A matrix where every device can use it, and where each leaves its part of the gradient.
 
     Attributes:
-      matrix: [V, D] in the compute dtype, whole but for the vocabulary, which stays cut.
-      parts: [S, V, D], float32 or wider, one for each of S devices with rows of their own; S = 1 if
-        the only use takes the sum over devices itself. Nobody reads these zeros: only their
-        gradient counts, and that of `matrix` does not.
+      matrix: [V, D], or [D, V] of a head, in the compute dtype, whole but for the vocabulary,
+        which stays cut.
+      parts: [S, V, D] or [S, D, V], float32 or wider, one for each of S devices with rows of their
+        own; S = 1 if the only use takes the sum over devices itself. Nobody reads these zeros: only
+        their gradient counts, and that of `matrix` does not.
     """
 
     matrix: jax.Array
@@ -67,10 +68,12 @@ class Gathered(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def gather(weight: jax.Array, dtype: Any, axes: tuple[str, str], shared: bool) -> Gathered:
-    """`Gathered`, for all uses of a matrix in one step.
+    """`Gathered`, for all uses of a matrix in one forward and backward pass.
 
-    What several uses leave in `parts` is added up on each device, and crosses devices once, as one
-    sum. Summed by each use, the gradient of a table that is the head too would cross twice.
+    It is whole over the model width: a lookup in one cut both ways would make the compiler move
+    whole activations instead. What several uses leave in `parts` is added up on each device, and
+    crosses devices once, as one sum. Summed by each use, the gradient of a table that is the head
+    too would cross twice.
 
     Args:
       weight: [V, D] or [D, V].
@@ -83,7 +86,9 @@ def gather(weight: jax.Array, dtype: Any, axes: tuple[str, str], shared: bool) -
     # Pinned before and behind the cast, or the compiler may gather the wide weight.
     narrow = sharding.constrain(weight.astype(dtype), *axes)
     acc = jnp.promote_types(dtype, jnp.float32)
-    parts = jnp.zeros((sharding.row_devices() if shared else 1, *weight.shape), acc)
+    # Made of the weight, or under vmap all members would share one gradient.
+    zeros = jnp.where(False, weight, 0).astype(acc)
+    parts = jnp.broadcast_to(zeros, (sharding.devices("slices") if shared else 1, *weight.shape))
     return Gathered(
         sharding.constrain(narrow, *whole),
         sharding.constrain(parts, "slices" if shared else None, *whole),
@@ -103,7 +108,7 @@ gather.defvjp(_gather_forward, _gather_backward)
 
 
 def gradient_of(like: Gathered, parts: jax.Array) -> Gathered:
-    """The gradient by `like`, for a backward pass, from parts of R groups of devices, [R, V, D].
+    """The gradient by `like`, for a backward pass, from parts of R groups of devices, [R, ...].
 
     Devices of a group, where there are several, have computed the same; each counts for its share.
     """
@@ -123,9 +128,6 @@ def look_up(table: Gathered, tokens_BT: jax.Array) -> jax.Array:
 
     The gradient is summed in float32 or wider: in bfloat16 the sum of a frequent token would stop
     growing at 256 equal terms. It has one derivative, in reverse mode.
-
-    The table is gathered over the model width first: a lookup in one cut both ways would make the
-    compiler move whole activations instead.
     """
     rows = table.matrix.at[tokens_BT]
     return rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

@@ -56,12 +56,12 @@ class TaskConfig:
       train: an entry and a weight of each training slice. The weights are shares of *examples*: as
         a row holds only one slice and more of its short examples, a slice's share of the rows is
         proportional to weight / examples per row.
-      repeat_after: batches after which the training examples come again in the same order; 0: each
-        batch has new ones.
       test: an entry of each evaluation slice.
       test_examples: examples in each evaluation slice.
       test_seed: seed of the evaluation stream. It is not the run's seed, so all runs are scored on
         the same examples.
+      repeat_after: batches after which the training examples come again in the same order; 0: each
+        batch has new ones.
 
     DECODER is the `ModelConfig.decoder` that a model of this task must have.
 

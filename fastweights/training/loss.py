@@ -60,7 +60,8 @@ def training_loss(
     forward pass leaves the gradients of the hidden stream and of the head behind.
 
     Args:
-      model, batch, loss_chunk: as in `token_loss`.
+      model: gives `hidden_and_balance` and `gathered`.
+      batch, loss_chunk: as in `token_loss`.
       answers: logits are made for no more positions than this says, those with targets; None makes
         them for all.
       z_loss: weight of the squared log-partition.

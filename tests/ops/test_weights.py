@@ -61,6 +61,19 @@ def test_a_frequent_token_keeps_its_whole_gradient(dtype, table_dtype):
     np.testing.assert_array_equal(gradient, want)
 
 
+def test_each_of_several_models_gets_its_own_gradient():
+    tokens = jnp.asarray([[[0, 0]], [[1, 2]]])
+
+    def total(weight, tokens):
+        return look_up(gather(weight, jnp.float32, ("vocab", "embed"), True), tokens).sum()
+
+    weights_NVD = jnp.ones((2, 3, 1))
+    each = jax.vmap(jax.grad(total))(weights_NVD, tokens)
+    of_sum = jax.grad(lambda x: jax.vmap(total)(x, tokens).sum())(weights_NVD)
+    for gradient in (each, of_sum):
+        np.testing.assert_array_equal(gradient[..., 0], [[2, 0, 0], [0, 1, 1]])
+
+
 @pytest.mark.parametrize("shared", (True, False), ids=("shared", "alone"))
 @pytest.mark.parametrize("shape", [(4, 6), (4, 5), (3, 5)], ids=("slices", "rows", "whole"))
 def test_each_use_counts_once_however_rows_are_cut(shape, shared):

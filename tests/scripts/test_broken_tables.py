@@ -54,6 +54,14 @@ def test_a_broken_run_gets_one_row_with_its_cause_and_hides_no_other(
     assert broken["recall"] == "" and broken["eval"] == "recall"
 
 
+def test_the_step_to_much_recall_is_the_first_eval_in_training_with_it(tmp_path, capsys):
+    make_run(tmp_path / "a")
+    evals = [(2, 0.5), (4, 0.95), (6, 0.8), (8, 0.99)]
+    records = [{"kind": "eval", "step": step, "recall/mean": found} for step, found in evals]
+    (tmp_path / "a/metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert [row["steps_to_90"] for row in collected(tmp_path, capsys)] == ["4"]
+
+
 CELLS = {
     "run": "a", "status": "done", "pattern": "A", "slice": "T16_K3", "pairs": "3", "length": "16",
     "lr": "0.1", "seed": "0", "recall": "0.1", "attention_share": "0.5", "state_bytes": "8",

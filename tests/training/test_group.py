@@ -145,16 +145,18 @@ def test_a_run_good_enough_ends_there_and_the_others_go_on(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "stops"),
+    ("during", "found", "stops"),
     [
-        ({"recall/mean": 0.8}, False),
-        ({"recall/mean": 0.9}, True),
-        ({"recall/mean": 0.9, "length/mean": 0.5}, False),
-        ({"recall/mean": 0.9, "length/mean": 0.9, "ablation/all": 0.1}, True),
+        ("recall", {"recall/mean": 0.8}, False),
+        ("recall", {"recall/mean": 0.9}, True),
+        ("recall", {"ablation/mean": 0.9}, False),
+        ("recall,length", {"recall/mean": 0.9}, False),
+        ("recall,length", {"recall/mean": 0.9, "length/mean": 0.5}, False),
+        ("recall,length", {"recall/mean": 0.9, "length/mean": 0.9, "age/last": 0.1}, True),
     ],
 )
-def test_a_run_that_is_asked_beyond_its_length_has_to_be_good_enough_there(found, stops):
-    config = config_lib.load(TINY, [*FIELDS, "eval.stop_at=0.9", "eval.during=recall,length"])
+def test_a_run_ends_where_all_that_it_is_asked_in_training_is_good_enough(during, found, stops):
+    config = config_lib.load(TINY, [*FIELDS, "eval.stop_at=0.9", f"eval.during={during}"])
     assert config.eval.stops([found]) == stops
 
 
