@@ -124,16 +124,15 @@ def softmax_attention(
         takes = logit_cap is None and _cudnn_takes(dtype, key_dim, value_dim)
         implementation = "cudnn" if takes else "xla"
     run = functools.partial(_run_here, options=options, backend=implementation)
-    arrays = *(x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV)), *given
-    if implementation == "cudnn" and kernels.obstacle_of_sharding(*arrays[:3]) is None:
+    q, k, v = (x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV))
+    if implementation == "cudnn" and kernels.obstacle_of_sharding(q, k, v) is None:
         # By hand: the compiler would have every device do the backward pass of all rows.
         heads = ("batch", None, "heads", None)
         axes = (*[heads] * 3, *[heads[:2]] * 4)
-        q, k, v, *_ = arrays
         arrays = *heads_to_cut(q, k, v, sharding.devices("heads")), *given
         (o_BTHV,) = sharding.on_each_device(lambda *x: (run(*x),), arrays, axes, (heads,))
     else:
-        o_BTHV = run(*arrays)
+        o_BTHV = run(q, k, v, *given)
     return o_BTHV.astype(v_BSJV.dtype)
 
 
