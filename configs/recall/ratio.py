@@ -35,7 +35,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
     data.kind = options.task
     config.steps = 5000
     if options.task == "text":
-        # Each run on text is a program of its own, so they are shorter.
+        # Runs on text do not train as one program, so they are shorter.
         config.steps, data.length, config.batch_size = 2000, 512, 32
         model.vocab_size = 257
         config.eval.during = config.eval.final = "ppl"
@@ -72,7 +72,7 @@ def sweep():
     for task in (*TASKS, "text"):
         args = [{"arg": f"task={task},pattern={pattern}"} for pattern in PATTERNS]
         for point in matched(__file__, args, by="parameters", field="model.mlp_dim"):
-            # ... and fewer.
+            # Fewer rates for them, too.
             for lr in learning_rates(1e-2) if task != "text" else learning_rates(3e-3, 2):
                 for seed in SEEDS:
                     yield {**point, "optim.lr": lr, "seed": seed}

@@ -19,6 +19,7 @@ from fastweights.evals.result import Result
 from fastweights.evals.text_recall import MQAR_TEXT, NIAH, PHONEBOOK
 from fastweights.files import write_atomic
 
+# Mean recall within the trained length and beyond it.
 RECALL, BEYOND = "recall/mean", "length/mean"
 # Each has `evaluate(context, params) -> Result` and `check_fits(data)`, which raises `UserError`
 # for data that the eval has nothing to say of.

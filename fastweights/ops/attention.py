@@ -114,7 +114,7 @@ def softmax_attention(
     if to_itself and slots == length and sharding.cuts_tokens(length):
         options = dict(scale=scale, window=window, logit_cap=logit_cap)
         arrays = (q_BTHK, k_BSJK, v_BSJV, segment_ids)
-        return _on_slices(arrays, implementation=implementation, **options)
+        return _on_slices(*arrays, implementation=implementation, **options)
     given = (segment_ids, kv_segment_ids, q_positions, kv_positions)
     dtype = jnp.result_type(q_BTHK, k_BSJK, v_BSJV)
     options = dict(
@@ -127,10 +127,7 @@ def softmax_attention(
     q, k, v = (x.astype(dtype) for x in (q_BTHK, k_BSJK, v_BSJV))
     if implementation == "cudnn" and kernels.obstacle_of_sharding(q, k, v) is None:
         # By hand: the compiler would have every device do the backward pass of all rows.
-        heads = ("batch", None, "heads", None)
-        axes = (*[heads] * 3, *[heads[:2]] * 4)
-        arrays = *heads_to_cut(q, k, v, sharding.devices("heads")), *given
-        (o_BTHV,) = sharding.on_each_device(lambda *x: (run(*x),), arrays, axes, (heads,))
+        o_BTHV = _on_each_device(run, q, k, v, given, tokens=None)
     else:
         o_BTHV = run(q, k, v, *given)
     return o_BTHV.astype(v_BSJV.dtype)
@@ -154,21 +151,27 @@ def _run_here(q, k, v, *given, options: dict[str, Any], backend: str) -> jax.Arr
     return masked(q, k, v, places)
 
 
-def _on_slices(arrays, **options) -> jax.Array:
+def _on_slices(q_BTHK, k_BTJK, v_BTJV, segment_ids, **options) -> jax.Array:
     """Attention of rows to themselves on a mesh whose devices hold slices of them."""
     from fastweights.ops import sequence_parallel  # it runs this op on them
 
-    def run(q_BTHK, k_BTJK, v_BTJV, segment_ids):
-        o_BTHV = sequence_parallel.attend(
-            q_BTHK, k_BTJK, v_BTJV, axis=sharding.SEQUENCE, segment_ids=segment_ids, **options
-        )
-        return (o_BTHV,)
+    def run(q, k, v, ids):
+        return sequence_parallel.attend(q, k, v, axis=sharding.SEQUENCE, segment_ids=ids, **options)
 
-    heads = ("batch", "tokens", "heads", None)
-    axes = (*[heads] * 3, heads[:2])
-    q_BTHK, k_BTJK, v_BTJV, segment_ids = arrays
-    arrays = *heads_to_cut(q_BTHK, k_BTJK, v_BTJV, sharding.devices("heads")), segment_ids
-    return sharding.on_each_device(run, arrays, axes, (heads,))[0]
+    return _on_each_device(run, q_BTHK, k_BTJK, v_BTJV, (segment_ids,), tokens="tokens")
+
+
+def _on_each_device(run: Callable, q, k, v, given, *, tokens: str | None) -> jax.Array:
+    """run(q, k, v, *given), each device with its own rows and heads, and its own `tokens`.
+
+    Args:
+      given: arrays [B, T] or [B, S], or None.
+      tokens: the logical axis of T and S; None leaves them whole.
+    """
+    heads = ("batch", tokens, "heads", None)
+    arrays = *heads_to_cut(q, k, v, sharding.devices("heads")), *given
+    axes = (*[heads] * 3, *[heads[:2]] * len(given))
+    return sharding.on_each_device(lambda *x: (run(*x),), arrays, axes, (heads,))[0]
 
 
 def heads_to_cut(q_BTHK, k_BSJK, v_BSJV, parts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
