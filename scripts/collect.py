@@ -4,6 +4,11 @@
 
 A run without results of that eval gets one line, whose `status` says how far it came;
 one whose files can't be read gets one line with the status "broken: ..." and the cause.
+
+A sweep that was run on several machines is several folders; a CSV written earlier can stand in the
+place of one, and of a run that is in two the later one counts:
+
+    python scripts/collect.py monday.csv runs/ratio > tuesday.csv
 """
 
 import argparse
@@ -11,6 +16,7 @@ import csv
 import json
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from fastweights import analysis, cli, evals, flops, pattern
@@ -24,15 +30,24 @@ COLUMNS = (
     "lr", "seed", "step", "seconds", "eval", "slice", "length", "pairs", "recall", "error",
     "whole", "chance", "cheater", "nll", "steps_to_90", "matched",
 )  # fmt: skip
+WHOLE_NUMBERS = ("parameters", "state_bytes", "seed", "step", "length", "pairs", "steps_to_90")
+NUMBERS = (
+    "attention_share", "lr", "seconds", "recall", "error", "whole", "chance", "cheater", "nll",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("folder", type=pathlib.Path, help="a run or a folder of runs")
+    parser.add_argument(
+        "sources",
+        type=pathlib.Path,
+        nargs="+",
+        help="runs, folders of runs, or CSVs of this script",
+    )
     parser.add_argument("--eval", default="recall", help="the evals whose rows to gather")
     args, rest = cli.parse(parser, argv)
     check(not rest, f"collect reads what is on disk and takes no overrides, got {rest}.")
-    rows = collect(args.folder, args.eval)
+    rows = gather(args.sources, args.eval)
     writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
@@ -50,6 +65,66 @@ def collect(folder: pathlib.Path, names: str) -> list[dict[str, Any]]:
     check(bool(runs), f"'{folder}' holds no run (no config.json below it); check the path.")
     found = evals.split_names(names)
     return [row for run in runs for name in found for row in run_rows_or_cause(folder, run, name)]
+
+
+def gather(sources: Sequence[pathlib.Path], names: str) -> list[dict[str, Any]]:
+    """The rows of folders and of CSVs; a run's are those of the last source that has the run.
+
+    Raises:
+      UserError: a source that is neither, or that holds nothing of these evals.
+    """
+    runs: dict[str, list[dict[str, Any]]] = {}
+    wanted = evals.split_names(names)
+    for source in sources:
+        rows = collect(source, names) if source.is_dir() else read_numbers(source)
+        rows = [row for row in rows if row["eval"] in wanted]
+        check(bool(rows), f"'{source}' has no row of the eval {names}; see its eval column.")
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in rows:
+            found.setdefault(row["run"], []).append(row)
+        runs |= found
+    return [row for name in sorted(runs) for row in runs[name]]
+
+
+def read_table(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
+    """The rows of a CSV of this script.
+
+    Raises:
+      UserError: no such file, no CSV, no rows, or a column is missing.
+    """
+    check(table.exists(), f"'{table}' does not exist; make it with scripts/collect.py.")
+    try:
+        with table.open(encoding="utf-8", newline="") as lines:
+            rows = list(csv.DictReader(lines, restval=""))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(
+            f"'{table}' can't be read as CSV ({error}); give the file from scripts/collect.py."
+        ) from error
+    check(bool(rows), f"'{table}' has no rows; make it with scripts/collect.py.")
+    missing = [name for name in columns if name not in rows[0]]
+    check(
+        not missing,
+        f"'{table}' has no column {', '.join(missing)}; make it with scripts/collect.py.",
+    )
+    return rows
+
+
+def read_numbers(table: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a CSV as `collect` gives them: numbers as such, and no empty cells."""
+
+    def cell(row: dict[str, str], name: str) -> Any:
+        if name not in WHOLE_NUMBERS + NUMBERS:
+            return row[name]
+        try:
+            return int(row[name]) if name in WHOLE_NUMBERS else float(row[name])
+        except ValueError:
+            raise UserError(
+                f"'{table}': run '{row['run']}' has {name} '{row[name]}', which is no number; make "
+                "the table again with scripts/collect.py."
+            ) from None
+
+    rows = read_table(table)
+    return [{name: cell(row, name) for name in COLUMNS if row[name] != ""} for row in rows]
 
 
 def run_rows_or_cause(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ the mean over seeds and the bar reaches from the worst to the best seed; a faile
 
 import argparse
 import collections
-import csv
 import math
 import pathlib
 import re
@@ -21,12 +20,13 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
+import collect
 from fastweights import cli, files
-from fastweights.errors import UserError, check
+from fastweights.errors import check
 
 COLUMNS = (
-    "run", "pattern", "slice", "pairs", "length", "lr", "seed", "recall", "attention_share",
-    "state_bytes", "chance",
+    "run", "status", "pattern", "slice", "pairs", "length", "lr", "seed", "recall",
+    "attention_share", "state_bytes", "chance",
 )  # fmt: skip
 
 
@@ -54,23 +54,12 @@ def read_rows(table: pathlib.Path) -> list[dict[str, str]]:
     Raises:
       UserError: no such file, no CSV, a column is missing, or no finished row in it.
     """
-    check(table.exists(), f"'{table}' does not exist; make it with scripts/collect.py.")
-    try:
-        with table.open(encoding="utf-8", newline="") as lines:
-            reader = csv.DictReader(lines, restval="")
-            rows = [row for row in reader if re.match("done$|failed", row.get("status") or "")]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UserError(
-            f"'{table}' can't be read as CSV ({error}); give the file from scripts/collect.py."
-        ) from error
+    rows = [
+        row for row in collect.read_table(table, COLUMNS) if re.match("done$|failed", row["status"])
+    ]
     check(
         any(row["status"] == "done" for row in rows),
         f"'{table}' has no finished run (no row of status 'done'); see its status column.",
-    )
-    missing = [name for name in COLUMNS if name not in rows[0]]
-    check(
-        not missing,
-        f"'{table}' has no column {', '.join(missing)}; make it with scripts/collect.py.",
     )
     return rows
 

@@ -1,7 +1,9 @@
 """Writes one HTML page on a sweep: tables, figures, failures; nothing in it needs a network.
 
     python scripts/report.py runs/ratio [--eval recall,length]
+    python scripts/report.py runs/ratio monday.csv --out report
 
+With several folders, or CSVs of scripts/collect.py, it is on the runs of all.
 Beside the page (runs/ratio/report/index.html) lie the same figures as PNG and all rows as one CSV.
 A model is all runs that differ in learning rate and seed alone. It is shown at the rate of the best
 mean over slices and seeds, with the 95 % bootstrap interval over seeds and examples; robustness is
@@ -38,10 +40,12 @@ th { border-bottom: 2px solid #888; } img { max-width: 100%; } .note { color: #6
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("folder", type=pathlib.Path, help="folder of a sweep's runs")
+    parser.add_argument(
+        "sources", type=pathlib.Path, nargs="+", help="folders of a sweep's runs, or CSVs of them"
+    )
     parser.add_argument("--eval", default="recall", help="recall, length or both, by comma")
     parser.add_argument(
-        "--out", type=pathlib.Path, help="folder (default: report/ beside the runs)"
+        "--out", type=pathlib.Path, help="folder (default: report/ in the first of the sources)"
     )
     args, rest = cli.parse(parser, argv)
     check(not rest, f"report reads what is on disk and takes no overrides, got {rest}.")
@@ -51,14 +55,19 @@ def main(argv: list[str] | None = None) -> int:
         f"the report shows the evals {' and '.join(SHOWN)}, not {', '.join(others)}, whose rows "
         "have other columns; gather those with scripts/collect.py.",
     )
-    rows = collect.collect(args.folder, args.eval)
+    first = args.sources[0]
+    check(
+        args.out is not None or not first.is_file(),
+        f"'{first}' is no folder, so say where the report goes with --out.",
+    )
+    rows = collect.gather(args.sources, args.eval)
     summaries = analysis.summarise(rows)
     check(
         bool(summaries),
-        f"'{args.folder}' has no finished run with recall in the eval {args.eval} "
+        f"'{first}' has no finished run with recall in the eval {args.eval} "
         f"({rows[0]['status']}); let the sweep finish one.",
     )
-    out = args.out or args.folder / "report"
+    out = args.out or first / "report"
     out.mkdir(parents=True, exist_ok=True)
     with (out / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(
@@ -67,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         writer.writeheader()
         writer.writerows(rows)
     pictures = draw(summaries, rows, out)
-    write_atomic(out / "index.html", page(args.folder.resolve().name, summaries, rows, pictures))
+    write_atomic(out / "index.html", page(first.resolve().name, summaries, rows, pictures))
     print(f"{out / 'index.html'}: {len(summaries)} scores of {len(pictures)} figures")
     return 0
 

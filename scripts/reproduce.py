@@ -1,10 +1,12 @@
 """Runs a config of configs/recall/, compares its results with what it claims, and notes both.
 
     python scripts/reproduce.py cpu --workdir runs/recall [--jobs 2]
+    python scripts/reproduce.py zoology --rows results/zoology_h200.csv
 
-Started again it goes on where it stopped. The table goes to the terminal and, once every run has
-ended, with hardware, commit and date to the end of results/REPRODUCTIONS.md. The exit code is 1
-unless all claims hold.
+The second trains nothing: it judges runs that were made elsewhere, folders of them or CSVs of
+scripts/collect.py. Started again the first goes on where it stopped. The table goes to the terminal
+and, once every run has ended, with hardware, commit and date to the end of
+results/REPRODUCTIONS.md. The exit code is 1 unless all claims hold.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import os
 import pathlib
 import platform
 import time
+from collections.abc import Sequence
 
 import jax
 from rich.console import Console
@@ -22,7 +25,7 @@ import sweep
 from fastweights import cli, evals, reproduction
 from fastweights import config as config_lib
 from fastweights.errors import check
-from fastweights.reproduction import Verdict
+from fastweights.reproduction import Claim, Order, Verdict
 from fastweights.training import run_folder
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -34,7 +37,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.py")))
     parser.add_argument("name", help=f"one of: {known}")
-    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="folder of the runs")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--workdir", type=pathlib.Path, help="folder of the runs")
+    where.add_argument("--rows", type=pathlib.Path, nargs="+", help="judge these, train nothing")
     parser.add_argument("--jobs", type=int, default=1, help="processes at the same time")
     parser.add_argument(
         "--notes", type=pathlib.Path, default=NOTES, help="file to add the table to"
@@ -45,26 +50,37 @@ def main(argv: list[str] | None = None) -> int:
     claims = config_lib.call_config_file(str(path), "claims", pass_arg=False)
     check(bool(claims), f"{path}: claims() yields none; yield one Claim for each number expected.")
     names = sorted({name for claim in claims for name in evals.split_names(claim.eval)})
-    measure = config_lib.defines(str(path), "measurements")
-
+    measured = []
+    if config_lib.defines(str(path), "measurements"):
+        measured = config_lib.call_config_file(str(path), "measurements", pass_arg=False)
+    if args.rows:
+        check(
+            not overrides, f"--rows judges what is there and takes no overrides, got {overrides}."
+        )
+        return 0 if tell(claims, collect.gather(args.rows, ",".join(names)) + measured) else 1
     started = time.perf_counter()
     fields = [f"--config.{field}" for field in overrides]
     command = ["--config", str(path), "--workdir", str(args.workdir), "--jobs", str(args.jobs)]
     sweep.main([*command, *fields])
     seconds = time.perf_counter() - started
-    rows = collect.collect(args.workdir, ",".join(names))
-    if measure:
-        rows += config_lib.call_config_file(str(path), "measurements", pass_arg=False)
-    verdicts = [reproduction.judge(claim, rows) for claim in claims]
-    show(verdicts)
-    held = sum(verdict.holds for verdict in verdicts)
-    print(f"{held} of {len(verdicts)} claims hold ({seconds:.0f} s in this start)")
+    rows = collect.collect(args.workdir, ",".join(names)) + measured
+    held = tell(claims, rows)
+    print(f"{seconds:.0f} s in this start")
     if not overrides and not any(row["status"].startswith("unfinished") for row in rows):
         args.notes.parent.mkdir(parents=True, exist_ok=True)
         with args.notes.open("a") as file:
-            file.write(markdown(args.name, verdicts, rows))
+            file.write(markdown(args.name, claims, rows))
         print(f"noted in {args.notes}")
-    return 0 if held == len(verdicts) else 1
+    return 0 if held else 1
+
+
+def tell(claims: Sequence[Claim | Order], rows: list[dict]) -> bool:
+    """Prints what became of the claims; returns whether all hold."""
+    verdicts = [reproduction.judge(claim, rows) for claim in claims]
+    show(verdicts)
+    held = sum(verdict.holds for verdict in verdicts)
+    print(f"{held} of {len(verdicts)} claims hold")
+    return held == len(verdicts)
 
 
 def show(verdicts: list[Verdict]) -> None:
@@ -87,8 +103,9 @@ def scores(verdict: Verdict) -> str:
     return verdict.note or " ".join(f"{score:.3f}" for score in verdict.scores)
 
 
-def markdown(name: str, verdicts: list[Verdict], rows: list[dict]) -> str:
+def markdown(name: str, claims: Sequence[Claim | Order], rows: list[dict]) -> str:
     """A section for the notes: where, when and what."""
+    verdicts = [reproduction.judge(claim, rows) for claim in claims]
     device = jax.devices()[0]
     where = (
         f"{jax.device_count()} x {device.device_kind}"

@@ -88,7 +88,8 @@ def claims():
     for mixer, cells in PUBLISHED.items():
         for width, value in cells.items():
             runs = f"mixer={mixer},width={width}"
-            yield mean_of_slices(runs, value, within=0.03, source=SOURCE)
+            # One run a rate there, and the best of them is told.
+            yield mean_of_slices(runs, value, within=0.03, source=SOURCE, over="best")
     for width in (64, 128, 256):
         runs = f"mixer=GGGA,width={width}"
         yield mean_of_slices(runs, 1.0, within=0.01, source="one attention layer recalls all")

@@ -62,6 +62,38 @@ def test_the_step_to_much_recall_is_the_first_eval_in_training_with_it(tmp_path,
     assert [row["steps_to_90"] for row in collected(tmp_path, capsys)] == ["4"]
 
 
+def test_of_a_run_in_two_sources_the_later_one_counts(tmp_path, capsys):
+    for name in ("old/a", "old/b", "new/b", "new/c"):
+        make_run(tmp_path / name)
+    (tmp_path / "new/b/evals/recall-4.json").write_text(RESULT.replace("0.5", "0.75"))
+    table = tmp_path / "old.csv"
+    collect.main([str(tmp_path / "old")])
+    table.write_text(capsys.readouterr().out)
+    for sources in (["old", "new"], ["old.csv", "new"]):
+        rows = collect.gather([tmp_path / name for name in sources], "recall")
+        assert [(row["run"], row["recall"]) for row in rows] == [
+            ("a", 0.5),
+            ("b", 0.75),
+            ("c", 0.5),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"recall": "high"}, "run 'a' has recall 'high', which is no number"),
+        ({"seed": "0.5"}, "run 'a' has seed '0.5', which is no number"),
+        ({"eval": "length"}, "has no row of the eval recall"),
+        ({"whole": None}, "has no column whole; make it with"),  # from before it was told
+    ],
+)
+def test_a_csv_in_the_place_of_runs_is_checked(tmp_path, changes, told):
+    cells = dict.fromkeys(collect.COLUMNS, "") | {"run": "a", "status": "done", "eval": "recall"}
+    row = {name: text for name, text in (cells | changes).items() if text is not None}
+    with pytest.raises(UserError, match=told):
+        collect.gather([write_table(tmp_path / "table.csv", row)], "recall")
+
+
 CELLS = {
     "run": "a", "status": "done", "pattern": "A", "slice": "T16_K3", "pairs": "3", "length": "16",
     "lr": "0.1", "seed": "0", "recall": "0.1", "attention_share": "0.5", "state_bytes": "8",

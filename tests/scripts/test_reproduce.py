@@ -1,8 +1,12 @@
 """Claims and verdicts; the memory probe; configs of configs/recall/."""
 
+import csv
+import dataclasses
+
 import numpy as np
 import pytest
 
+import collect
 import reproduce
 from fastweights import config as config_lib
 from fastweights import sweeps
@@ -65,6 +69,14 @@ def test_an_order_is_that_of_the_means_each_at_its_best_rate(order, holds, note)
     assert (verdict.holds, verdict.note) == (holds, note)
 
 
+def test_the_best_of_some_rates_is_taken_for_each_seed():
+    """As a table does that tells the best of one run a rate."""
+    claim = Claim("task=a,layers=G", "T8_K2", low=0.85, over="best")
+    verdict = judge(claim, ROWS)
+    assert verdict.scores == (1.0, 0.7) and verdict.holds
+    assert not judge(dataclasses.replace(claim, low=0.86), ROWS).holds
+
+
 @pytest.mark.parametrize(
     ("claim", "rows", "note"),
     [
@@ -94,9 +106,8 @@ def test_a_mean_is_over_slices_of_all_evals_and_leaves_kinds_out():
 
 
 def test_the_notes_tell_claims_scores_and_place():
-    verdicts = [judge(Claim("task=a,layers=G", "T8_K2", low=low, source="us"), ROWS)
-                for low in (0.5, 0.8)]  # fmt: skip
-    text = reproduce.markdown("tiny", verdicts, [row | {"seconds": 2.5} for row in ROWS])
+    claims = [Claim("task=a,layers=G", "T8_K2", low=low, source="us") for low in (0.5, 0.8)]
+    text = reproduce.markdown("tiny", claims, [row | {"seconds": 2.5} for row in ROWS])
     assert "1 of 2 claims hold; 4 runs, 10 s of training" in text
     assert "| task=a,layers=G | T8_K2 | 0.500 | >= 0.8 | 0.900 0.700 | **no** | us |" in text
 
@@ -181,6 +192,32 @@ def test_the_delta_rule_overwrites_and_addition_sums():
 def test_the_probe_names_bad_options(options, told):
     with pytest.raises(UserError, match=told):
         memory_probe(**options, key_dim=8)
+
+
+def test_rows_made_elsewhere_are_judged_and_nothing_is_trained(tmp_path, monkeypatch, capsys):
+    source = (
+        "from fastweights.reproduction import Claim\n"
+        "def claims():\n    yield Claim('task=a,layers=G', 'T8_K2', low=0.75)\n"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.setattr(reproduce, "CONFIGS", tmp_path)
+    monkeypatch.setattr(reproduce.sweep, "main", lambda argv: pytest.fail("runs"))
+    tables = [write_table(tmp_path / "a.csv", ROWS), write_table(tmp_path / "b.csv", ROWS[:1])]
+    notes = tmp_path / "notes.md"
+    command = ["mine", "--notes", str(notes), "--rows"]
+    assert reproduce.main([*command, str(tables[0])]) == 1
+    assert "0 of 1 claims hold" in capsys.readouterr().out
+    assert reproduce.main([*command, str(tables[1])]) == 0
+    # Where the runs were made is not known here.
+    assert not notes.exists()
+
+
+def write_table(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, collect.COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
 
 
 def test_mistakes_are_named():

@@ -107,6 +107,21 @@ def test_the_report_is_one_page_that_needs_no_network(swept, tmp_path, capsys):
     assert "figures" in capsys.readouterr().out
 
 
+def test_the_report_of_a_csv_is_that_of_the_runs(swept, tmp_path, capsys):
+    folder, *_ = swept
+    collect.main([str(folder / "runs")])
+    table = tmp_path / "runs.csv"
+    table.write_text(capsys.readouterr().out)
+    pages = []
+    for name, source in (("a", folder / "runs"), ("b", table)):
+        report.main([str(source), "--out", str(tmp_path / name)])
+        pages.append((tmp_path / name / "index.html").read_text().replace("runs.csv", "runs"))
+        assert (tmp_path / name / "results.csv").read_text() == table.read_text()
+    assert pages[0] == pages[1]
+    with pytest.raises(UserError, match=r"runs\.csv' is no folder, so say where"):
+        report.main([str(table)])
+
+
 def test_the_report_wants_a_finished_run(tmp_path):
     with pytest.raises(UserError, match="holds no run"):
         report.main([str(tmp_path)])
@@ -356,6 +371,7 @@ def test_collect_and_plot_name_what_is_missing(tmp_path):
     with pytest.raises(UserError, match=r"does not exist; make it with scripts/collect\.py"):
         plot.main([str(tmp_path / "none.csv"), "--out", str(tmp_path / "x.png")])
     table = tmp_path / "table.csv"
-    table.write_text("status,slice\nunfinished,T8_K2\n")
+    columns = plot.COLUMNS
+    table.write_text(f"{','.join(columns)}\n{','.join('unfinished' for _ in columns)}\n")
     with pytest.raises(UserError, match="no finished run"):
         plot.main([str(table), "--out", str(tmp_path / "x.png")])
