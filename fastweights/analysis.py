@@ -23,6 +23,7 @@ from fastweights.tasks.draws import HostDraws
 from fastweights.tasks.solvers import Habits
 
 RESAMPLES = 1000
+ALL_SLICES = "mean of all"
 CHEATER_STREAM = 4
 CHEATER_ROWS = 500
 
@@ -81,6 +82,28 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[Summary]:
                 found.append({**row, "recall": 0.0})
     rates = _best_rates(groups)
     return [_summary(*key, found, rates[key[0]]) for key, found in groups.items()]
+
+
+def mean_over_slices(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row a finished run, the mean over its slices of all evals given, and the rows of others.
+
+    Kinds of answers ("slice/kind") are left out. What is no mean is that of the longest slice: the
+    bytes of the state, say. Slices have examples of their own, so errors add in squares.
+    """
+    runs = collections.defaultdict(list)
+    for row in rows:
+        if row["status"] == "done" and "/" not in row["slice"]:
+            runs[row["run"]].append(row)
+    means = []
+    for found in runs.values():
+        mean = dict(max(found, key=lambda row: row.get("length", 0)))
+        for name in ("recall", "chance", "nll"):
+            values = [row[name] for row in found if row.get(name) is not None]
+            mean[name] = float(np.mean(values)) if values else None
+        errors = [row.get("error") or 0.0 for row in found]
+        mean["error"] = float(np.linalg.norm(errors)) / len(errors)
+        means.append(mean | {"eval": found[0]["eval"], "slice": ALL_SLICES})
+    return means + [row for row in rows if row["status"] != "done"]
 
 
 def _best_rates(groups: dict[tuple[str, str, str], list[dict[str, Any]]]) -> dict[str, float]:

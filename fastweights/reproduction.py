@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fastweights import evals
+from fastweights import analysis, evals
 from fastweights.errors import check
 
-ALL = "mean of all"
+ALL = analysis.ALL_SLICES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,15 +169,7 @@ def _rows_of(claim: Claim | Order, rows: Sequence[dict[str, Any]]) -> list[dict[
     mine = [row for row in rows if row["eval"] in names and row.get(claim.measure) is not None]
     if claim.slice != ALL:
         return [row for row in mine if row["slice"] == claim.slice]
-    runs = collections.defaultdict(list)
-    for row in mine:
-        if "/" not in row["slice"]:
-            runs[row["run"]].append(row)
-    means = [key for key in ("recall", "chance", "nll") if key in mine[0]] if mine else []
-    return [
-        {**found[0], **{key: float(np.mean([row[key] for row in found])) for key in means}}
-        for found in runs.values()
-    ]
+    return analysis.mean_over_slices(mine)
 
 
 def _begins(run: str, start: str) -> bool:

@@ -14,6 +14,7 @@ place of one, and of a run that is in two the later one counts:
 import argparse
 import csv
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -109,22 +110,32 @@ def read_table(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[di
     return rows
 
 
-def read_numbers(table: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a CSV as `collect` gives them: numbers as such, and no empty cells."""
+def read_numbers(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, Any]]:
+    """The rows of a CSV as `collect` gives them: numbers as such, and no empty cells.
+
+    Raises:
+      UserError: as `read_table`, or a cell of a column of numbers that is no finite one.
+    """
 
     def cell(row: dict[str, str], name: str) -> Any:
         if name not in WHOLE_NUMBERS + NUMBERS:
             return row[name]
         try:
-            return int(row[name]) if name in WHOLE_NUMBERS else float(row[name])
+            value = int(row[name]) if name in WHOLE_NUMBERS else float(row[name])
         except ValueError:
-            raise UserError(
-                f"'{table}': run '{row['run']}' has {name} '{row[name]}', which is no number; make "
-                "the table again with scripts/collect.py."
-            ) from None
+            value = math.nan
+        check(
+            math.isfinite(value),
+            f"'{table}': run '{row['run']}' has {name} '{row[name]}', which is no "
+            f"{'whole' if name in WHOLE_NUMBERS else 'finite'} number; leave its rows out, or make "
+            "the table again with scripts/collect.py.",
+        )
+        return value
 
-    rows = read_table(table)
-    return [{name: cell(row, name) for name in COLUMNS if row[name] != ""} for row in rows]
+    return [
+        {name: cell(row, name) for name in COLUMNS if row.get(name)}
+        for row in read_table(table, columns)
+    ]
 
 
 def run_rows_or_cause(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[str, Any]]:

@@ -2,167 +2,136 @@
 
     python scripts/plot.py ratio.csv --out ratio.png [--slice T64_K16]
 
-Each pattern stands at the learning rate that is best for it in the mean over seeds; the point is
-the mean over seeds and the bar reaches from the worst to the best seed; a failed run counts as 0.
+Each model (runs that differ in learning rate and seed alone) stands at the rate of its best mean
+over slices and seeds; the point is the mean over seeds and the bar its 95 % interval over seeds
+and examples; a failed run counts as 0. Models of one pattern and several sizes are joined by a
+line. `--slice mean` draws the mean over all slices of the table.
 """
 
 import argparse
 import collections
-import math
 import pathlib
-import re
-from typing import Any
+from collections.abc import Sequence
 
 import matplotlib
-import numpy as np
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 import collect
-from fastweights import cli, files
+from fastweights import analysis, cli, files
+from fastweights.analysis import Summary
 from fastweights.errors import check
 
 COLUMNS = (
-    "run", "status", "pattern", "slice", "pairs", "length", "lr", "seed", "recall",
+    "run", "status", "pattern", "eval", "slice", "pairs", "length", "lr", "seed", "recall",
     "attention_share", "state_bytes", "chance",
 )  # fmt: skip
+MEAN = "mean"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("table", type=pathlib.Path, help="CSV from scripts/collect.py")
     parser.add_argument("--out", required=True, type=pathlib.Path, help="PNG, SVG or PDF")
-    parser.add_argument("--slice", help="slice to draw (default: the one with most pairs)")
+    parser.add_argument(
+        "--slice", help=f"slice to draw, or {MEAN} (default: the one with most pairs)"
+    )
     args = parser.parse_args(argv)
-    points = best_points(read_rows(args.table), args.slice)
+    points = read_points(args.table, args.slice)
     draw(points, args.out)
-    for point in sorted(points, key=lambda p: -p["recall"]):
+    for point in sorted(points, key=lambda point: -point.score):
         print(
-            f"{point['pattern']:>9}  share {point['attention_share']:.3f}  "
-            f"state {point['state_bytes']:>7,} B  recall {point['recall']:.3f} "
-            f"({point['low']:.3f} to {point['high']:.3f}, {point['seeds']} seeds, "
-            f"lr {point['lr']:g})"
+            f"{point.row['pattern']:>9}  share {point.row['attention_share']:.3f}  "
+            f"state {point.row['state_bytes']:>9,} B  recall {point.score:.3f} "
+            f"({point.low:.3f} to {point.high:.3f}, {point.seeds} seeds, lr {point.lr:g})"
         )
     return 0
 
 
-def read_rows(table: pathlib.Path) -> list[dict[str, str]]:
-    """The finished and failed rows of a CSV.
+def read_points(table: pathlib.Path, name: str | None) -> list[Summary]:
+    """One summary a model, on the slice `name`.
 
     Raises:
-      UserError: no such file, no CSV, a column is missing, or no finished row in it.
+      UserError: the table is none of collect's, no run in it finished, no such slice, or two models
+        that stand on one spot under one label.
     """
-    rows = [
-        row for row in collect.read_table(table, COLUMNS) if re.match("done$|failed", row["status"])
-    ]
+    rows = collect.read_numbers(table, COLUMNS)
+    done = [row for row in rows if row["status"] == "done"]
     check(
-        any(row["status"] == "done" for row in rows),
+        bool(done),
         f"'{table}' has no finished run (no row of status 'done'); see its status column.",
     )
-    return rows
-
-
-def number(row: dict[str, str], column: str) -> float:
-    """A cell as a finite number.
-
-    Raises:
-      UserError: it is none.
-    """
-    try:
-        value = float(row[column])
-    except ValueError:
-        value = math.nan
-    check(
-        math.isfinite(value),
-        f"run '{row['run']}' has {column} '{row[column]}' in the table, which is no finite number; "
-        "leave the row out, or make the table with scripts/collect.py --eval recall.",
-    )
-    return value
-
-
-def best_points(rows: list[dict[str, str]], name: str | None) -> list[dict[str, Any]]:
-    """One point a pattern, at its best learning rate, for the slice `name`.
-
-    Raises:
-      UserError: no such slice, a cell that is no number, or runs that differ in more than pattern,
-        learning rate and seed, whose mean would say nothing.
-    """
-    finished = [row for row in rows if row["status"] == "done"]
-    name = (
-        name
-        or max(finished, key=lambda row: (number(row, "pairs"), number(row, "length")))["slice"]
-    )
-    known = sorted({row["slice"] for row in finished})
-    check(name in known, f"slice '{name}' is not in the table; it has {', '.join(known)}.")
-    facts = {row["pattern"]: row for row in finished if row["slice"] == name}
-    failed = {
-        row["run"]: {**row, "recall": "0"}
-        for row in rows
-        if row["status"] != "done" and row["pattern"] in facts
-    }
-    seeds, runs = collections.defaultdict(list), {}
-    for row in [*(row for row in finished if row["slice"] == name), *failed.values()]:
-        place = (row["pattern"], number(row, "lr"), row["seed"])
+    for row in done:
+        for column in COLUMNS:
+            check(
+                column in row,
+                f"run '{row['run']}' has no {column} in the table; leave its rows out, or make the "
+                "table with scripts/collect.py --eval recall.",
+            )
+    known = sorted({row["slice"] for row in done})
+    if name == MEAN:
+        rows, name = analysis.mean_over_slices(rows), analysis.ALL_SLICES
+    else:
+        name = name or max(done, key=lambda row: (row["pairs"], row["length"]))["slice"]
+        check(name in known, f"slice '{name}' is not in the table; it has {', '.join(known)}.")
+    points = [point for point in analysis.summarise(rows) if point.slice == name]
+    spots: dict[tuple[str, int], str] = {}
+    for point in points:
+        spot = (point.row["pattern"], point.row["state_bytes"])
         check(
-            place not in runs,
-            f"runs '{runs.get(place)}' and '{row['run']}' have the same pattern, lr and seed, "
-            "and what else they differ in the figure does not show; leave one of them out.",
+            spot not in spots,
+            f"'{spots.get(spot)}' and '{point.model}' have the same pattern and state, and what "
+            "else they differ in the figure does not show; leave one of them out.",
         )
-        runs[place] = row["run"]
-        seeds[row["pattern"], number(row, "lr")].append(number(row, "recall"))
-    points = []
-    for pattern, row in facts.items():
-        lr = max(
-            (lr for p, lr in seeds if p == pattern), key=lambda lr: np.mean(seeds[pattern, lr])
-        )
-        scores = seeds[pattern, lr]
-        points.append(
-            {
-                "pattern": pattern,
-                "attention_share": number(row, "attention_share"),
-                "state_bytes": int(number(row, "state_bytes")),
-                "lr": lr,
-                "recall": float(np.mean(scores)),
-                "low": min(scores),
-                "high": max(scores),
-                "seeds": len(scores),
-                "slice": name,
-                "chance": number(row, "chance"),
-            }
-        )
+        spots[spot] = point.model
     return points
 
 
-def draw(points: list[dict[str, Any]], out: pathlib.Path) -> None:
-    """Two panels: recall against attention share, and against state bytes (log)."""
-    figure, (share, state) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    draw_panel(share, points, "attention_share", "share of attention layers")
-    draw_panel(state, points, "state_bytes", "state of one sequence (bytes)")
-    state.set_xscale("log")
-    share.set_ylabel(f"recall on {points[0]['slice']}")
+def draw(points: Sequence[Summary], out: pathlib.Path) -> None:
+    """Recall against state bytes (log), and where no pattern has two sizes against its share."""
+    patterns = collections.defaultdict(list)
+    for point in points:
+        patterns[point.row["pattern"]].append(point)
+    both = all(len(found) == 1 for found in patterns.values())
+    size = (10, 4) if both else (7, 4.5)
+    figure, grid = plt.subplots(
+        1, 1 + both, figsize=size, sharey=True, layout="constrained", squeeze=False
+    )
+    for axes, column in zip(grid[0], ("attention_share", "state_bytes")[1 - both :], strict=True):
+        draw_panel(axes, list(patterns.values()), column)
+    grid[0, 0].set_ylabel(f"recall, {points[0].slice}")
     try:
         files.save_figure(figure, out)
     finally:
         plt.close(figure)
 
 
-def draw_panel(axes: Axes, points: list[dict[str, Any]], key: str, label: str) -> None:
-    for i, point in enumerate(points):
+def draw_panel(axes: Axes, patterns: Sequence[Sequence[Summary]], column: str) -> None:
+    for found in patterns:
+        points = sorted(found, key=lambda point: point.row[column])
         # The mean of equal scores can round to just outside them; a bar has no negative length.
-        below, above = point["recall"] - point["low"], point["high"] - point["recall"]
-        spread = [[max(below, 0.0)], [max(above, 0.0)]]
-        axes.errorbar(point[key], point["recall"], yerr=spread, fmt="o", capsize=3)
-        # Points may coincide: every second label stands below.
-        place = (6, 4 if i % 2 else -12)
-        axes.annotate(
-            point["pattern"], (point[key], point["recall"]), place, textcoords="offset points"
+        spread = [
+            [max(point.score - point.low, 0.0) for point in points],
+            [max(point.high - point.score, 0.0) for point in points],
+        ]
+        axes.errorbar(
+            [point.row[column] for point in points],
+            [point.score for point in points],
+            yerr=spread,
+            fmt="o-",
+            capsize=3,
+            label=points[0].row["pattern"],
         )
-    axes.axhline(points[0]["chance"], color="grey", linestyle=":", label="chance")
-    axes.set_xlabel(label)
+    axes.axhline(patterns[0][0].row["chance"], color="grey", linestyle=":", label="chance")
+    if column == "state_bytes":
+        axes.set_xscale("log")
+        axes.set_xlabel("state of one sequence (bytes)")
+    else:
+        axes.set_xlabel("share of attention layers")
     axes.set_ylim(0, 1.05)
-    axes.legend(loc="center right")
+    axes.legend()
     axes.grid(alpha=0.3)
 
 

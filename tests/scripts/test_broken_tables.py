@@ -81,8 +81,8 @@ def test_of_a_run_in_two_sources_the_later_one_counts(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"recall": "high"}, "run 'a' has recall 'high', which is no number"),
-        ({"seed": "0.5"}, "run 'a' has seed '0.5', which is no number"),
+        ({"recall": "high"}, "run 'a' has recall 'high', which is no finite number"),
+        ({"seed": "0.5"}, "run 'a' has seed '0.5', which is no whole number"),
         ({"eval": "length"}, "has no row of the eval recall"),
         ({"whole": None}, "has no column whole; make it with"),  # from before it was told
     ],
@@ -97,7 +97,7 @@ def test_a_csv_in_the_place_of_runs_is_checked(tmp_path, changes, told):
 CELLS = {
     "run": "a", "status": "done", "pattern": "A", "slice": "T16_K3", "pairs": "3", "length": "16",
     "lr": "0.1", "seed": "0", "recall": "0.1", "attention_share": "0.5", "state_bytes": "8",
-    "chance": "0.3",
+    "chance": "0.3", "eval": "recall",
 }  # fmt: skip
 
 
@@ -111,11 +111,12 @@ def write_table(path, *rows):
 
 @pytest.mark.parametrize(
     ("column", "text"),
-    [("pairs", ""), ("length", "x"), ("recall", "nan"), ("lr", "inf"), ("state_bytes", "many")],
+    [("length", "x"), ("recall", "nan"), ("lr", "inf"), ("state_bytes", "many"), ("pairs", "")],
 )
 def test_a_cell_that_is_no_number_is_named_with_its_run(tmp_path, column, text):
     table = write_table(tmp_path / "table.csv", CELLS | {column: text})
-    with pytest.raises(UserError, match=f"run 'a' has {column} '{text}' .* no finite number"):
+    told = f"has {column} '{text}', which is no (finite|whole) number" if text else "has no pairs"
+    with pytest.raises(UserError, match=f"run 'a' {told}"):
         plot.main([str(table), "--out", str(tmp_path / "x.png")])
 
 

@@ -1,4 +1,6 @@
-"""What scripts/plot.py makes of many runs: one point a pattern, at its best rate."""
+"""What scripts/plot.py makes of many runs: one point a model, at its best rate."""
+
+import csv
 
 import pytest
 
@@ -6,27 +8,72 @@ import plot
 from fastweights.errors import UserError
 
 
-def row(pattern, lr, seed, recall):
+def row(pattern, lr, seed, recall, **changes):
     return {
-        "run": f"{pattern}-{lr}-{seed}", "status": "done", "pattern": pattern, "lr": lr,
-        "seed": seed, "recall": recall, "slice": "T16_K3", "pairs": "3", "length": "16",
-        "attention_share": "0.5", "state_bytes": "8", "chance": "0.3",
-    }  # fmt: skip
+        "run": f"pattern={pattern},lr={lr},seed={seed}", "status": "done", "pattern": pattern,
+        "eval": "recall", "lr": lr, "seed": seed, "recall": recall, "slice": "T16_K3",
+        "pairs": 3, "length": 16, "attention_share": 0.5, "state_bytes": 8, "chance": 0.3,
+    } | changes  # fmt: skip
 
 
-def test_a_pattern_stands_at_its_best_mean_over_seeds_and_shows_their_spread():
-    rows = [row("A", "0.1", "0", "1.0"), row("A", "0.1", "1", "0.0"),
-            row("A", "0.2", "0", "0.6"), row("A", "0.2", "1", "0.8")]  # fmt: skip
+def table_of(folder, rows):
+    path = folder / "table.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_a_model_stands_at_its_best_mean_over_seeds_and_shows_their_spread(tmp_path):
+    rows = [row("A", 0.1, 0, 1.0), row("A", 0.1, 1, 0.0),
+            row("A", 0.2, 0, 0.6), row("A", 0.2, 1, 0.8)]  # fmt: skip
     # Of a rate at which one seed diverged, which collect tells once an eval, the other is half.
-    rows.append(row("A", "0.3", "0", "1.0"))
-    rows += 2 * [row("A", "0.3", "1", "") | {"status": "failed: not finite", "slice": ""}]
-    (point,) = plot.best_points(rows, None)
-    assert (point["lr"], point["seeds"]) == (0.2, 2)
-    assert (point["low"], point["recall"], point["high"]) == pytest.approx((0.6, 0.7, 0.8))
+    rows.append(row("A", 0.3, 0, 1.0))
+    failed = {"status": "failed: not finite", "slice": ""}
+    rows += [row("A", 0.3, 1, "", eval=name, **failed) for name in ("recall", "length")]
+    (point,) = plot.read_points(table_of(tmp_path, rows), None)
+    assert (point.lr, point.seeds) == (0.2, 2)
+    assert (point.low, point.score, point.high) == pytest.approx((0.6, 0.7, 0.8))
 
 
-def test_runs_that_differ_in_what_the_plot_does_not_show_are_refused():
-    """Such as beta's range: their mean would be taken for one over seeds."""
-    one = row("D", "0.1", "0", "1.0")
-    with pytest.raises(UserError, match="and 'other' have the same pattern, lr and seed"):
-        plot.best_points([one, one | {"run": "other", "recall": "0.5"}], None)
+def test_the_mean_is_over_the_slices_of_all_evals_without_kinds(tmp_path):
+    longer = {"eval": "length", "slice": "T64_K9", "length": 64, "pairs": 9, "state_bytes": 99}
+    rows = [
+        row("A", 0.1, 0, 0.9),
+        row("A", 0.1, 0, 0.5, **longer),
+        row("A", 0.1, 0, 0.0, slice="T16_K3/updated"),
+        # Better on the first slice, worse on all: the rate is that of the best mean over them.
+        row("A", 0.2, 0, 1.0),
+        row("A", 0.2, 0, 0.2, **longer),
+    ]
+    (point,) = plot.read_points(table_of(tmp_path, rows), "mean")
+    assert (point.lr, point.score) == (0.1, pytest.approx(0.7))
+    # What one sequence is kept in grows with it; told is that of the longest.
+    assert point.row["state_bytes"] == 99
+    (point,) = plot.read_points(table_of(tmp_path, rows), "T64_K9")
+    assert point.score == pytest.approx(0.2)
+
+
+def test_models_that_the_plot_cannot_tell_apart_are_refused(tmp_path):
+    """Such as two ranges of beta: one would be taken for the other."""
+    other = "neg=true,pattern=D,lr=0.1,seed=0"
+    rows = [row("D", 0.1, 0, 1.0), row("D", 0.1, 0, 0.5, run=other)]
+    with pytest.raises(UserError, match="'pattern=D' and 'neg=true,pattern=D' have the same"):
+        plot.read_points(table_of(tmp_path, rows), None)
+
+
+def test_sizes_of_one_pattern_are_points_of_one_line(tmp_path):
+    sizes = {16: 0.4, 64: 0.9}
+    rows = [
+        row("D", 0.1, 0, recall, run=f"width={bytes_},lr=0.1,seed=0", state_bytes=bytes_)
+        for bytes_, recall in sizes.items()
+    ]
+    points = plot.read_points(table_of(tmp_path, rows), None)
+    assert {point.row["state_bytes"]: point.score for point in points} == sizes
+    plot.draw(points, tmp_path / "x.png")
+    figure, axes = plot.plt.subplots()
+    plot.draw_panel(axes, [points], "state_bytes")
+    drawn = [line.get_xydata().tolist() for line in axes.get_lines()]
+    plot.plt.close(figure)
+    assert [[16.0, 0.4], [64.0, 0.9]] in drawn
