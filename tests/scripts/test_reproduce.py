@@ -150,7 +150,7 @@ def test_every_claim_is_on_runs_that_its_sweep_makes(tmp_path, name):
     ("name", "arg"),
     [
         ("ratio", "task=k_hop,pattern=G"),
-        ("placement", "task=k_hop,place=first"),
+        ("placement", "place=first"),
         ("niah", "variant=single_2,mixer=G"),
         ("extrapolation", "rope=0.0"),
         ("parity_retrieval", "layers=GGGA2"),
