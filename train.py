@@ -20,10 +20,11 @@ import jax
 from fastweights import cli, evals, flops, sharding
 from fastweights import config as config_lib
 from fastweights.data import check_vocab, iterate, train_dataset, vocab_size
-from fastweights.errors import UserError
+from fastweights.errors import UserError, check
 from fastweights.training import banner, metrics, optim, run_folder
 from fastweights.training.checkpoint import Checkpoints
-from fastweights.training.processes import initialize, stop_on_sigterm, watch
+from fastweights.training.joining import agree, initialize
+from fastweights.training.processes import stop_on_sigterm, watch
 from fastweights.training.state import init_state, make_blueprint, start_from
 from fastweights.training.step import compile_step, place_batch
 
@@ -50,9 +51,13 @@ def parse_args(argv: list[str] | None) -> tuple[argparse.Namespace, config_lib.C
 def main(argv: list[str] | None = None) -> int:
     # ---- Config, processes, mesh ----------------------------------------------------------------
     args, config = parse_args(argv)
+    others = (args.coordinator, args.num_processes, args.process_id)
     if args.multihost:
-        others = (args.coordinator, args.num_processes, args.process_id)
         initialize(*others, args.init_timeout, args.silence)
+        agree(config)
+    else:
+        alone = all(told is None for told in others)
+        check(alone, "--coordinator, --num_processes and --process_id go with --multihost; add it.")
     should_stop = stop_on_sigterm()
     lead = jax.process_index() == 0
     changed = run_folder.check_config(args.workdir, config)

@@ -175,12 +175,12 @@ def batch_sharding(mesh: Mesh, length: int | None = None) -> NamedSharding:
 
 
 def check_batch(rows: int, mesh: Mesh, length: int | None = None) -> None:
-    """Raises `UserError` unless `rows` rows, of `length` tokens, can be cut over the mesh."""
+    """Raises `UserError` unless `rows` rows at a time, of `length` tokens, can be cut over it."""
     parts = _axis_size(mesh, RULES["batch"])
     check(
         rows % parts == 0,
-        f"A batch of {rows} rows cannot be cut over data x fsdp = {parts} devices; make it a "
-        f"multiple of {parts}.",
+        f"A batch of {rows} rows cannot be cut over data x fsdp = {parts} devices; make batch_size "
+        f"over accum_steps a multiple of {parts}.",
     )
     parts = _axis_size(mesh, RULES["tokens"])
     check(

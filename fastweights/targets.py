@@ -76,7 +76,7 @@ def find(name: str) -> Target:
         hosts, *sizes = sizes
     example = "x".join(["2", "4", "4"][: chip.dims])
     check(
-        len(sizes) == chip.dims and all(x.isdigit() and int(x) > 0 for x in (hosts, *sizes)),
+        len(sizes) == chip.dims and all(x.isdecimal() and int(x) > 0 for x in (hosts, *sizes)),
         f"Target '{name}' needs {chip.dims} size(s) behind the colon, as in {kind}:{example}.",
     )
     os.environ |= {key: value for key, value in ENVIRONMENT.items() if key not in os.environ}

@@ -5,12 +5,12 @@
 
 The training step, or with `--decode` a chunk of prefill and a step of decoding (`batch_size` rows
 behind `data.length` tokens), is compiled for the target's devices, which need not be here (extra
-`aot`). `--search` tries every mesh of its devices and the remat policies, and lists those that fit,
-the least bound first. Memory is what the compiler reports. Bounds are lower bounds: of the work
-that `flops.py` counts at the data sheet's peak, of touching once the memory that a step must, and
-of what the collectives bring to a device over all its links (`h200:8x8` is eight hosts of eight:
-what leaves one goes at an adapter's 50 GB/s a GPU). On GPUs attention is planned in its
-XLA form, for cuDNN cannot be asked without a GPU.
+`aot`). `--search` tries every data, fsdp and tensor mesh of its devices and the remat policies, and
+lists those that fit, the least bound first. Memory is what the compiler reports. Bounds are lower
+bounds: of the work that `flops.py` counts at the data sheet's peak, of touching once the memory
+that a step must, and of what the collectives bring to a device over all its links (`h200:8x8` is
+eight hosts of eight: what leaves one goes at an adapter's 50 GB/s a GPU). On GPUs attention is
+planned in its XLA form, for cuDNN cannot be asked without a GPU.
 """
 
 import argparse
@@ -29,20 +29,21 @@ PREFILLED = 2048  # tokens of a chunk
 
 def parse_mesh(text: str) -> sharding.MeshConfig:
     """`data=2,fsdp=4` as a mesh; axes not named are 1."""
-    sizes = dict.fromkeys(sharding.AXES, 1)
+    sizes: dict[str, int] = {}
     for item in text.split(","):
         axis, _, size = item.partition("=")
         check(
-            axis in sizes and size.removeprefix("-").isdigit(),
+            axis in sharding.AXES and size.removeprefix("-").isdecimal(),
             f"--mesh has '{item}'; write it as data=2,fsdp=4 with the axes "
             f"{', '.join(sharding.AXES)}.",
         )
+        check(axis not in sizes, f"--mesh '{text}' names {axis} twice; leave one out.")
         sizes[axis] = int(size)
-    return sharding.MeshConfig(**sizes)
+    return sharding.MeshConfig(**dict.fromkeys(sharding.AXES, 1) | sizes)
 
 
 def meshes(devices: int) -> list[sharding.MeshConfig]:
-    """Every way to lay so many devices out."""
+    """Every way to lay so many devices out with whole rows on each."""
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     return [
         sharding.MeshConfig(data, fsdp, devices // (data * fsdp))
@@ -56,16 +57,16 @@ def describe(plan: Plan, target: targets.Target, tokens: int) -> str:
     step = plan.seconds[bound]
     room = "fits in" if plan.fits(target) else "DOES NOT FIT in"
     lines = {
-        "memory": f"{plan.total / 1e9:.2f} GB a device, {room} {target.chip.memory / 1e9:.0f} GB: "
-        + ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in plan.bytes.items()),
-        "work": f"{plan.work / 1e12:.2f} TFLOPs a device and step, "
-        f"{plan.work * len(target.devices) / tokens / 1e9:.2f} GFLOPs a token",
+        "memory": f"{plan.total / 1e9:.4g} GB a device, {room} {target.chip.memory / 1e9:.0f} GB: "
+        + ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in plan.bytes.items()),
+        "work": f"{plan.work / 1e12:.3g} TFLOPs a device and step, "
+        f"{plan.work * len(target.devices) / tokens / 1e9:.3g} GFLOPs a token",
         "network": ", ".join(
-            f"{count} {kind} of {size / 1e9:.3f} GB"
+            f"{count} {kind} of {size / 1e9:.3g} GB"
             for kind, (size, count) in plan.collectives.items()
         )
         or "no collective",
-        "at least": ", ".join(f"{kind} {1e3 * s:.2f} ms" for kind, s in plan.seconds.items())
+        "at least": ", ".join(f"{kind} {1e3 * s:.3g} ms" for kind, s in plan.seconds.items())
         + f"; so at most {tokens / step:,.0f} tokens/s, bound by {bound}",
         "compile": f"{plan.compile_seconds:.0f} s",
     }
@@ -87,12 +88,12 @@ def search(config: config_lib.Config, target: targets.Target) -> int:
             continue
         step = max(plan.seconds.values())
         room = "fits" if plan.fits(target) else "too large"
-        print(f"{name:<44} {plan.total / 1e9:8.2f} GB {1e3 * step:9.2f} ms {room}", flush=True)
+        print(f"{name:<44} {plan.total / 1e9:8.3g} GB {1e3 * step:8.3g} ms {room}", flush=True)
         if plan.fits(target):
             rows.append((step, plan.total, name))
     print(f"{len(rows)} fit; the least bound first:")
     for step, total, name in sorted(rows)[:10]:
-        print(f"  {name:<44} {total / 1e9:8.2f} GB {1e3 * step:9.2f} ms")
+        print(f"  {name:<44} {total / 1e9:8.3g} GB {1e3 * step:8.3g} ms")
     return len(rows)
 
 
@@ -105,13 +106,17 @@ def main() -> int:
     parser.add_argument("--search", action="store_true", help="try every mesh and remat policy")
     args, overrides = cli.parse(parser, None)
     check(not (args.search and args.decode), "--search is of training; leave it or --decode out.")
+    check(not (args.search and args.mesh), "--search tries every mesh; leave it or --mesh out.")
     config = config_lib.load(args.config, overrides)
     target = targets.find(args.target)
-    if args.mesh:
+    if args.mesh is not None:
         config = dataclasses.replace(config, mesh=parse_mesh(args.mesh))
     device = target.devices[0]
-    print(f"{len(target.devices)} x {device.device_kind}, {config.batch_size} x "
-          f"{config.data.length} tokens", flush=True)  # fmt: skip
+    rows = f"{len(target.devices)} x {device.device_kind}, {config.batch_size} x "
+    mesh = " ".join(f"{axis} {n}" for axis, n in dataclasses.asdict(config.mesh).items())
+    print(
+        f"{rows}{config.data.length} tokens" + ("" if args.search else f", mesh {mesh}"), flush=True
+    )
     if args.search:
         return 0 if search(config, target) else 1
     if args.decode:

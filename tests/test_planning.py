@@ -2,7 +2,8 @@
 
 import pytest
 
-from fastweights import planning, targets
+import plan
+from fastweights import planning, sharding, targets
 from fastweights.errors import UserError
 
 MODULE = """HloModule step
@@ -85,9 +86,29 @@ def test_members_on_one_host_share_what_comes_in(kind, groups, share):
         ("v5p:2x2", "needs 3 size(s) behind the colon, as in v5p:2x4x4"),
         ("h200:some", "needs 1 size(s) behind the colon, as in h200:2"),
         ("h200:0x8", "needs 1 size(s) behind the colon, as in h200:2"),
+        ("h200:²", "needs 1 size(s) behind the colon, as in h200:2"),
     ],
 )
 def test_a_target_that_is_none(name, sentence):
     with pytest.raises(UserError) as error:
         targets.find(name)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("data=2,data=8", "--mesh 'data=2,data=8' names data twice"),
+        ("data=²", "--mesh has 'data=²'; write it as"),
+        ("rows=2", "--mesh has 'rows=2'; write it as"),
+        ("", "--mesh has ''; write it as"),
+    ],
+)
+def test_a_mesh_that_is_none(text, sentence):
+    with pytest.raises(UserError) as error:
+        plan.parse_mesh(text)
+    assert sentence in str(error.value)
+
+
+def test_axes_that_a_mesh_does_not_name_are_one():
+    assert plan.parse_mesh("fsdp=4,data=-1") == sharding.MeshConfig(-1, 4, 1, 1)

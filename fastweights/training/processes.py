@@ -1,11 +1,10 @@
-"""The processes of one run: joining them, watching them, and ending them together."""
+"""The processes of one run: watching them, and ending them together."""
 
 import contextlib
 import ctypes
 import os
 import pathlib
 import signal
-import socket
 import sys
 import threading
 import time
@@ -15,97 +14,10 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.experimental import multihost_utils
 
-from fastweights.errors import UserError, check
+from fastweights.errors import UserError
 from fastweights.files import write_atomic
 
 ENDED = "ended: "
-
-
-def initialize(
-    coordinator: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    timeout: int,
-    silence: int = 100,
-) -> None:
-    """Connects to the other processes; must come before anything that touches a device.
-
-    Args:
-      coordinator: host:port of process 0; None asks the cluster (Slurm, GKE, Open MPI).
-      num_processes: None asks the cluster.
-      process_id: None asks the cluster.
-      timeout: seconds to wait for the others.
-      silence: seconds after which a silent process counts as dead; see `watch`.
-
-    Raises:
-      UserError: no cluster found, the others did not come in time, or no device is left for this
-        process.
-    """
-    host, _, port = (coordinator or "cluster:0").rpartition(":")
-    check(
-        bool(host) and port.isdigit(),
-        f"--coordinator is '{coordinator}'; write it as host:port, such as 10.0.0.1:1234.",
-    )
-    check(silence >= 1, f"--silence is {silence}; give at least 1 second.")
-    # JAX ends a process that waits in vain without raising; this line then says what it waited for.
-    print(
-        f"process {process_id} of {num_processes}: joining the others at {coordinator} "
-        f"within {timeout} s",
-        flush=True,
-    )
-    started = time.monotonic()
-    if coordinator is not None and process_id:  # not 0, and not for the cluster to say
-        _knock(host.strip("[]"), int(port), started + timeout)
-    try:
-        jax.distributed.initialize(
-            coordinator,
-            num_processes,
-            process_id,
-            initialization_timeout=max(1, round(started + timeout - time.monotonic())),
-            # Long after `watch`, which says which process it is, and ends all of them.
-            heartbeat_timeout_seconds=4 * silence,
-        )
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"--multihost: process {process_id} of {num_processes} did not reach coordinator "
-            f"{coordinator} within {timeout} s ({reason}); check that all processes run, "
-            "or give --coordinator, --num_processes and --process_id."
-        ) from error
-    try:
-        here = jax.local_device_count()
-    except RuntimeError as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"--multihost: process {process_id} of {num_processes} has no device of its own "
-            f"({reason}); start no more processes than there are devices."
-        ) from error
-    print(
-        f"process {jax.process_index()} of {jax.process_count()}: "
-        f"{here} of {jax.device_count()} devices are here",
-        flush=True,
-    )
-
-
-def _knock(host: str, port: int, deadline: float) -> None:
-    """Returns when something listens at the coordinator's address.
-
-    Raises:
-      UserError: nothing does until the deadline.
-    """
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            socket.create_connection((host, port), timeout=max(left, 0.1)).close()
-            return
-        except OSError as error:
-            if left <= 0.5:
-                raise UserError(
-                    f"--multihost: no coordinator answers at {host}:{port} "
-                    f"({error.strerror or error}); check that process 0 runs there and that its "
-                    "port can be reached, or raise --init_timeout."
-                ) from error
-        time.sleep(0.5)
 
 
 @contextlib.contextmanager

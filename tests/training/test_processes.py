@@ -16,7 +16,6 @@ import pytest
 
 import runs
 import train
-from fastweights.errors import UserError
 from fastweights.training import processes
 
 # One layer and one shape to evaluate: compiling is most of what a process costs here.
@@ -169,35 +168,3 @@ def test_one_sign_of_life_may_be_from_before(tmp_path):
         assert other.cause_of_death(60) == ""
         waiting.join(0.5 if goes_on else 20)
         assert waiting.is_alive() == goes_on
-
-
-def test_a_coordinator_without_a_port_is_refused():
-    with pytest.raises(UserError, match=r"--coordinator is '10\.0\.0\.1'; write it as host:port"):
-        processes.initialize("10.0.0.1", 1, 0, 2)
-
-
-def test_a_coordinator_that_never_answers_is_named():
-    with pytest.raises(UserError, match=r"no coordinator answers at 127\.0\.0\.1:\d+ \(Conn"):
-        processes.initialize(f"127.0.0.1:{free_port()}", 2, 1, 1)
-
-
-def test_a_process_without_a_device_says_so(monkeypatch):
-    """As JAX has it when a node runs more processes than it has GPUs."""
-
-    def none_left():
-        raise RuntimeError("no visible GPU")
-
-    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda *_, **__: None)
-    monkeypatch.setattr(processes.jax, "local_device_count", none_left)
-    with pytest.raises(UserError, match=r"process 0 of 2 has no device .*no visible GPU.*no more"):
-        processes.initialize("127.0.0.1:1", 2, 0, 1)
-
-
-def test_a_process_that_waits_in_vain_for_the_others_says_so(tmp_path):
-    command = runs.train_command(tmp_path / "run", *PLAIN)
-    code, output = runs.run(
-        *command, "--multihost", "--coordinator", f"127.0.0.1:{free_port()}",
-        "--num_processes", 2, "--process_id", 0, "--init_timeout", 2,
-    )  # fmt: skip
-    assert code != 0
-    assert "process 0 of 2: joining the others at 127.0.0.1" in output and "within 2 s" in output
