@@ -109,7 +109,7 @@ def test_bad_config_arguments_are_named(arg, told):
     [
         ("mesh.pipeline=2", "known: mesh.data, mesh.fsdp, mesh.sequence, mesh.tensor."),
         ("pipeline=2", "known: accum_steps, balance_loss, batch_size, checkpoint, data,"),
-        ("log.xyz.abc=2", "known: log.every, log.profile_start"),
+        ("log.zzz.qqqqqq=2", "known: log.every, log.profile_start"),
     ],
 )
 def test_of_a_field_like_no_other_what_its_group_has_is_told(field, told):
