@@ -89,17 +89,28 @@ def mean_over_slices(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Kinds of answers ("slice/kind") are left out. What is no mean is that of the longest slice: the
     bytes of the state, say. Slices have examples of their own, so errors add in squares.
+
+    Raises:
+      UserError: a run lacks a slice that another of its task has.
     """
     runs = collections.defaultdict(list)
     for row in rows:
         if row["status"] == "done" and "/" not in row["slice"]:
             runs[row["run"]].append(row)
+    most = {found[0].get("task"): found for found in sorted(runs.values(), key=len)}
     means = []
-    for found in runs.values():
+    for run, found in runs.items():
+        lacking = {row["slice"] for row in most[found[0].get("task")]}
+        lacking -= {row["slice"] for row in found}
+        check(
+            not lacking,
+            f"run '{run}' has no result on {', '.join(sorted(lacking))}, which others have, so its "
+            "mean would be of something else; evaluate it there too (eval.py), or leave it out.",
+        )
         mean = dict(max(found, key=lambda row: row.get("length", 0)))
         for name in ("recall", "chance", "nll"):
             values = [row[name] for row in found if row.get(name) is not None]
-            mean[name] = float(np.mean(values)) if values else None
+            mean |= {name: float(np.mean(values))} if values else {}
         errors = [row.get("error") or 0.0 for row in found]
         mean["error"] = float(np.linalg.norm(errors)) / len(errors)
         means.append(mean | {"eval": found[0]["eval"], "slice": ALL_SLICES})

@@ -144,9 +144,10 @@ def _scores(
 ) -> tuple[list[float], float, str]:
     """One score a seed at the best rate, or at its own, and chance; or none and why not."""
     mine = [row for row in rows if _begins(row["run"], runs)]
-    ended = [row for row in mine if not row["status"].startswith("done")]
-    if not mine or ended:
-        note = f"{ended[0]['run']} {ended[0]['status']}" if ended else "no such run"
+    names = evals.split_names(claim.eval)
+    lacking = [row for row in mine if row["eval"] in names and row["status"] != "done"]
+    if not mine or lacking:
+        note = f"{lacking[0]['run']} {lacking[0]['status']}" if lacking else "no such run"
         return [], float("nan"), note
     found = _rows_of(claim, mine)
     if not found:

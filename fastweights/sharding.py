@@ -179,8 +179,8 @@ def check_batch(rows: int, mesh: Mesh, length: int | None = None) -> None:
     parts = _axis_size(mesh, RULES["batch"])
     check(
         rows % parts == 0,
-        f"A batch of {rows} rows cannot be cut over data x fsdp = {parts} devices; make batch_size "
-        f"over accum_steps a multiple of {parts}.",
+        f"A batch of {rows} rows cannot be cut over data x fsdp = {parts} devices; make it a "
+        f"multiple of {parts} (training: batch_size / accum_steps).",
     )
     parts = _axis_size(mesh, RULES["tokens"])
     check(

@@ -79,7 +79,12 @@ def gather(sources: Sequence[pathlib.Path], names: str) -> list[dict[str, Any]]:
     for source in sources:
         rows = collect(source, names) if source.is_dir() else read_numbers(source)
         rows = [row for row in rows if row["eval"] in wanted]
-        check(bool(rows), f"'{source}' has no row of the eval {names}; see its eval column.")
+        absent = [name for name in wanted if all(row["eval"] != name for row in rows)]
+        check(
+            not absent,
+            f"'{source}' has no row of the eval {', '.join(absent)}; gather it with --eval "
+            f"{names}.",
+        )
         found: dict[str, list[dict[str, Any]]] = {}
         for row in rows:
             found.setdefault(row["run"], []).append(row)
@@ -87,13 +92,16 @@ def gather(sources: Sequence[pathlib.Path], names: str) -> list[dict[str, Any]]:
     return [row for name in sorted(runs) for row in runs[name]]
 
 
-def read_table(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, str]]:
+def read_table(table: pathlib.Path, columns: Sequence[str]) -> list[dict[str, str]]:
     """The rows of a CSV of this script.
 
     Raises:
       UserError: no such file, no CSV, no rows, or a column is missing.
     """
-    check(table.exists(), f"'{table}' does not exist; make it with scripts/collect.py.")
+    check(
+        table.exists(),
+        f"'{table}' does not exist; check the path, or make a table with scripts/collect.py.",
+    )
     try:
         with table.open(encoding="utf-8", newline="") as lines:
             rows = list(csv.DictReader(lines, restval=""))
@@ -121,21 +129,32 @@ def read_numbers(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[
         if name not in WHOLE_NUMBERS + NUMBERS:
             return row[name]
         try:
-            value = int(row[name]) if name in WHOLE_NUMBERS else float(row[name])
+            value = float(row[name])
         except ValueError:
             value = math.nan
+        whole = name in WHOLE_NUMBERS  # 64.0 too, as other programs write them
         check(
-            math.isfinite(value),
+            value.is_integer() if whole else math.isfinite(value),
             f"'{table}': run '{row['run']}' has {name} '{row[name]}', which is no "
-            f"{'whole' if name in WHOLE_NUMBERS else 'finite'} number; leave its rows out, or make "
-            "the table again with scripts/collect.py.",
+            f"{'whole' if whole else 'finite'} number; leave its rows out, or make the table again "
+            "with scripts/collect.py.",
         )
-        return value
+        return int(value) if whole else value
 
-    return [
-        {name: cell(row, name) for name in COLUMNS if row.get(name)}
-        for row in read_table(table, columns)
-    ]
+    rows = read_table(table, columns)
+    for row in rows:
+        empty = [name for name in ("run", "status", "eval") if not row[name]]
+        check(
+            not empty,
+            f"'{table}' has a row of run '{row['run']}' without {', '.join(empty)}; leave it out, "
+            "or make the table again with scripts/collect.py.",
+        )
+    return [{name: cell(row, name) for name in COLUMNS if row.get(name)} for row in rows]
+
+
+def name_of(folder: pathlib.Path, run: pathlib.Path) -> str:
+    """Below the folder, or of it where it is the run itself."""
+    return str(run.relative_to(folder)) if run != folder else folder.resolve().name
 
 
 def run_rows_or_cause(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[str, Any]]:
@@ -147,20 +166,20 @@ def run_rows_or_cause(folder: pathlib.Path, run: pathlib.Path, name: str) -> lis
     except Exception as error:  # Whatever a damaged file raises must not hide the other runs.
         cause = f"'{run}' can't be read ({type(error).__name__}: {error}); restore or delete it."
     status = " ".join(f"broken: {cause}".split())
-    return [{"run": str(run.relative_to(folder)), "status": status, "eval": name}]
+    return [{"run": name_of(folder, run), "status": status, "eval": name}]
 
 
 def run_rows(folder: pathlib.Path, run: pathlib.Path, name: str) -> list[dict[str, Any]]:
     """The rows of one run: its last results of the eval, else its status alone."""
     if not (run / "config.json").is_file():
         status = f"failed: {run_folder.failure(run)}"
-        return [{"run": str(run.relative_to(folder)), "status": status, "eval": name}]
+        return [{"run": name_of(folder, run), "status": status, "eval": name}]
     config = run_folder.load_config(run)
     letters = config.model.layout.letters
     trained = metrics.read_metrics(run, "train")
     last = trained[-1] if trained else {"step": 0, "seconds": 0.0}
     common = {
-        "run": str(run.relative_to(folder)),
+        "run": name_of(folder, run),
         "task": config.data.kind,
         "pattern": config.model.pattern,
         "layers": letters,

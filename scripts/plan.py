@@ -52,21 +52,26 @@ def meshes(devices: int) -> list[sharding.MeshConfig]:
     ]
 
 
+def shown(x: float) -> str:
+    """Three digits or more, of which none is a nought in front."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def describe(plan: Plan, target: targets.Target, tokens: int) -> str:
     bound = max(plan.seconds, key=lambda kind: plan.seconds[kind])
     step = plan.seconds[bound]
     room = "fits in" if plan.fits(target) else "DOES NOT FIT in"
     lines = {
         "memory": f"{plan.total / 1e9:.4g} GB a device, {room} {target.chip.memory / 1e9:.0f} GB: "
-        + ", ".join(f"{kind} {size / 1e9:.3g}" for kind, size in plan.bytes.items()),
-        "work": f"{plan.work / 1e12:.3g} TFLOPs a device and step, "
-        f"{plan.work * len(target.devices) / tokens / 1e9:.3g} GFLOPs a token",
+        + ", ".join(f"{kind} {shown(size / 1e9)}" for kind, size in plan.bytes.items()),
+        "work": f"{shown(plan.work / 1e12)} TFLOPs a device and step, "
+        f"{shown(plan.work * len(target.devices) / tokens / 1e9)} GFLOPs a token",
         "network": ", ".join(
-            f"{count} {kind} of {size / 1e9:.3g} GB"
+            f"{count} {kind} of {shown(size / 1e9)} GB"
             for kind, (size, count) in plan.collectives.items()
         )
         or "no collective",
-        "at least": ", ".join(f"{kind} {1e3 * s:.3g} ms" for kind, s in plan.seconds.items())
+        "at least": ", ".join(f"{kind} {shown(1e3 * s)} ms" for kind, s in plan.seconds.items())
         + f"; so at most {tokens / step:,.0f} tokens/s, bound by {bound}",
         "compile": f"{plan.compile_seconds:.0f} s",
     }
@@ -88,12 +93,15 @@ def search(config: config_lib.Config, target: targets.Target) -> int:
             continue
         step = max(plan.seconds.values())
         room = "fits" if plan.fits(target) else "too large"
-        print(f"{name:<44} {plan.total / 1e9:8.3g} GB {1e3 * step:8.3g} ms {room}", flush=True)
+        print(
+            f"{name:<44} {shown(plan.total / 1e9):>8} GB {shown(1e3 * step):>8} ms {room}",
+            flush=True,
+        )
         if plan.fits(target):
             rows.append((step, plan.total, name))
     print(f"{len(rows)} fit; the least bound first:")
     for step, total, name in sorted(rows)[:10]:
-        print(f"  {name:<44} {total / 1e9:8.3g} GB {1e3 * step:8.3g} ms")
+        print(f"  {name:<44} {shown(total / 1e9):>8} GB {shown(1e3 * step):>8} ms")
     return len(rows)
 
 

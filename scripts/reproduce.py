@@ -22,10 +22,10 @@ from rich.table import Table
 
 import collect
 import sweep
-from fastweights import cli, evals, reproduction
+from fastweights import cli, evals, reproduction, sweeps
 from fastweights import config as config_lib
 from fastweights.errors import check
-from fastweights.reproduction import Claim, Order, Verdict
+from fastweights.reproduction import Verdict
 from fastweights.training import run_folder
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -50,37 +50,44 @@ def main(argv: list[str] | None = None) -> int:
     claims = config_lib.call_config_file(str(path), "claims", pass_arg=False)
     check(bool(claims), f"{path}: claims() yields none; yield one Claim for each number expected.")
     names = sorted({name for claim in claims for name in evals.split_names(claim.eval)})
-    measured = []
-    if config_lib.defines(str(path), "measurements"):
-        measured = config_lib.call_config_file(str(path), "measurements", pass_arg=False)
+    started = time.perf_counter()
     if args.rows:
         check(
             not overrides, f"--rows judges what is there and takes no overrides, got {overrides}."
         )
-        return 0 if tell(claims, collect.gather(args.rows, ",".join(names)) + measured) else 1
-    started = time.perf_counter()
-    fields = [f"--config.{field}" for field in overrides]
-    command = ["--config", str(path), "--workdir", str(args.workdir), "--jobs", str(args.jobs)]
-    sweep.main([*command, *fields])
+        rows = collect.gather(args.rows, ",".join(names))
+        rows += not_run(rows, sweeps.read_points(str(path), []), names)
+    else:
+        fields = [f"--config.{field}" for field in overrides]
+        command = ["--config", str(path), "--workdir", str(args.workdir), "--jobs", str(args.jobs)]
+        sweep.main([*command, *fields])
+        rows = collect.collect(args.workdir, ",".join(names))
     seconds = time.perf_counter() - started
-    rows = collect.collect(args.workdir, ",".join(names)) + measured
-    held = tell(claims, rows)
-    print(f"{seconds:.0f} s in this start")
-    if not overrides and not any(row["status"].startswith("unfinished") for row in rows):
-        args.notes.parent.mkdir(parents=True, exist_ok=True)
-        with args.notes.open("a") as file:
-            file.write(markdown(args.name, claims, rows))
-        print(f"noted in {args.notes}")
-    return 0 if held else 1
-
-
-def tell(claims: Sequence[Claim | Order], rows: list[dict]) -> bool:
-    """Prints what became of the claims; returns whether all hold."""
+    if config_lib.defines(str(path), "measurements"):
+        rows += config_lib.call_config_file(str(path), "measurements", pass_arg=False)
     verdicts = [reproduction.judge(claim, rows) for claim in claims]
     show(verdicts)
     held = sum(verdict.holds for verdict in verdicts)
-    print(f"{held} of {len(verdicts)} claims hold")
-    return held == len(verdicts)
+    print(f"{held} of {len(verdicts)} claims hold ({seconds:.0f} s in this start)")
+    unfinished = any(row["status"].startswith("unfinished") for row in rows)
+    if not (args.rows or overrides or unfinished):
+        args.notes.parent.mkdir(parents=True, exist_ok=True)
+        with args.notes.open("a") as file:
+            file.write(markdown(args.name, verdicts, rows))
+        print(f"noted in {args.notes}")
+    return 0 if held == len(verdicts) else 1
+
+
+def not_run(
+    rows: list[dict], points: Sequence[sweeps.Point], names: Sequence[str]
+) -> list[dict[str, str]]:
+    """Rows of the sweep's points that have none."""
+    there = {row["run"].rsplit("/", 1)[-1] for row in rows}
+    missing = [point.name for point in points if point.name not in there]
+    print(f"{len(points) - len(missing)} of {len(points)} runs are there")
+    return [
+        {"run": run, "status": "was not run", "eval": name} for run in missing for name in names
+    ]
 
 
 def show(verdicts: list[Verdict]) -> None:
@@ -103,9 +110,8 @@ def scores(verdict: Verdict) -> str:
     return verdict.note or " ".join(f"{score:.3f}" for score in verdict.scores)
 
 
-def markdown(name: str, claims: Sequence[Claim | Order], rows: list[dict]) -> str:
+def markdown(name: str, verdicts: list[Verdict], rows: list[dict]) -> str:
     """A section for the notes: where, when and what."""
-    verdicts = [reproduction.judge(claim, rows) for claim in claims]
     device = jax.devices()[0]
     where = (
         f"{jax.device_count()} x {device.device_kind}"

@@ -112,3 +112,10 @@ def test_a_mesh_that_is_none(text, sentence):
 
 def test_axes_that_a_mesh_does_not_name_are_one():
     assert plan.parse_mesh("fsdp=4,data=-1") == sharding.MeshConfig(-1, 4, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("x", "text"), [(1402.3, "1,402"), (99.94, "99.9"), (0.00123, "0.00123"), (0.0, "0")]
+)
+def test_large_and_small_figures_can_be_read(x, text):
+    assert plan.shown(x) == text

@@ -11,8 +11,9 @@ where there a gated convolution is the first of two layers (of all but Mamba-2),
 are the mixer, each with its own short convolution, so that the state is twice as large (`layers=1`
 halves it). A run ends early, as there, where it recalls 99 %, beyond the trained length too. Seeds
 and rates of a mixer and width are one program of 12 runs. Run in part (docs/measurements.md); the
-claims are the published numbers. `repeat=1` has the examples come again after each epoch, to see
-what that alone does to Mamba-2, which is better here than published.
+claims are the published numbers, and 0.99 for the hybrid, of which none is published. `repeat=1`
+has the examples come again after each epoch, to see what that alone does to Mamba-2, which is
+better here than published.
 """
 
 from ml_collections import ConfigDict

@@ -1,6 +1,7 @@
 """The processes of one run find each other, and make sure that they are of one run."""
 
 import contextlib
+import os
 import re
 import socket
 import time
@@ -12,8 +13,10 @@ from jax.experimental import multihost_utils
 from fastweights import config as config_lib
 from fastweights.errors import UserError, check
 
-GREETING, GO = "fastweights", "go"
-PATIENCE = 5.0  # seconds that a caller has to say its greeting
+GREETING = "fastweights"  # begins every line of the roll call
+GO, NO = f"{GREETING} go", f"{GREETING} no: "
+PATIENCE = 5.0  # seconds that the other end has for a line
+SHOWN = 8  # of the missing
 
 
 def initialize(
@@ -36,42 +39,30 @@ def initialize(
       UserError: numbers that cannot be, no cluster found, the others did not come in time, or no
         device is left for this process.
     """
-    check(silence >= 1, f"--silence is {silence}; give at least 1 second.")
-    check(timeout >= 1, f"--init_timeout is {timeout}; give at least 1 second.")
+    _check_numbers(coordinator, num_processes, process_id, timeout, silence)
     deadline = time.monotonic() + timeout
-    if coordinator is not None:
-        host, _, port = coordinator.rpartition(":")
-        check(
-            bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
-            f"--coordinator is '{coordinator}'; write it as host:port, such as 10.0.0.1:1234.",
-        )
-        check(
-            num_processes is not None and process_id is not None,
-            f"--coordinator {coordinator} says where process 0 is; give --num_processes and "
-            "--process_id too.",
-        )
-        assert num_processes is not None and process_id is not None
-        check(
-            0 <= process_id < num_processes,
-            f"--process_id is {process_id} of --num_processes {num_processes}; number the "
-            "processes from 0.",
-        )
-        print(
-            f"process {process_id} of {num_processes}: joining the others at {coordinator} "
-            f"within {timeout} s",
-            flush=True,
-        )
+    numbered = num_processes is not None and process_id is not None
+    who = f"process {process_id} of {num_processes}" if numbered else "this process"
+    print(
+        f"{who}: joining the others at {coordinator or 'the cluster'} within {timeout} s",
+        flush=True,
+    )
+    left = timeout
+    if coordinator is not None and num_processes is not None and process_id is not None:
         # JAX ends a process that waits in vain with a stack of its own, and cannot say for whom.
+        host, _, port = coordinator.rpartition(":")
         if process_id == 0:
-            _call_the_roll(int(port), num_processes, deadline)
+            bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
+            _call_the_roll(int(bound.rpartition(":")[2]), num_processes, deadline)
         else:
             _answer_the_roll(host.strip("[]"), int(port), num_processes, process_id, deadline)
+        left = max(60, round(deadline - time.monotonic()))  # all are there
     try:
         jax.distributed.initialize(
             coordinator,
             num_processes,
             process_id,
-            initialization_timeout=max(1, round(deadline - time.monotonic())),
+            initialization_timeout=left,
             # Long after `watch`, which says which process it is, and ends all of them.
             heartbeat_timeout_seconds=4 * silence,
         )
@@ -87,13 +78,35 @@ def initialize(
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(
-            f"--multihost: process {process_id} of {num_processes} has no device of its own "
-            f"({reason}); start no more processes than there are devices."
+            f"--multihost: {who} has no device of its own ({reason}); start no more processes than "
+            "there are devices."
         ) from error
     print(
         f"process {jax.process_index()} of {jax.process_count()}: "
         f"{here} of {jax.device_count()} devices are here",
         flush=True,
+    )
+
+
+def _check_numbers(
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    timeout: int,
+    silence: int,
+) -> None:
+    """Raises `UserError` for numbers that cannot be, before anyone waits."""
+    check(silence >= 1, f"--silence is {silence}; give at least 1 second.")
+    check(timeout >= 1, f"--init_timeout is {timeout}; give at least 1 second.")
+    host, _, port = (coordinator or "cluster:1").rpartition(":")
+    check(
+        bool(host) and port.isdecimal() and 0 < int(port) < 2**16,
+        f"--coordinator is '{coordinator}'; write it as host:port, such as 10.0.0.1:1234.",
+    )
+    check(
+        process_id is None or 0 <= process_id < (num_processes or process_id + 1),
+        f"--process_id is {process_id} of --num_processes {num_processes}; number the processes "
+        "from 0.",
     )
 
 
@@ -104,53 +117,78 @@ def _call_the_roll(port: int, count: int, deadline: float) -> None:
       UserError: the port is taken, some did not come in time, or one was started with another
         number of processes or as one that is there already; those who came are told too.
     """
-    try:
-        listener = socket.create_server(("", port))
-    except OSError as error:
-        raise UserError(
-            f"--multihost: process 0 cannot listen at port {port} ({error.strerror}); end "
-            "what does (another process 0?), or give another --coordinator."
-        ) from error
     came: dict[int, socket.socket] = {}
     greeted: list[socket.socket] = []  # also those that came twice
     mistake = ""
-    with listener, contextlib.ExitStack() as calls:
-        while not mistake:
-            came = {number: call for number, call in came.items() if not _hung_up(call)}
-            if len(came) == count - 1:
-                break
-            listener.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                call = calls.enter_context(listener.accept()[0])
-                call.settimeout(PATIENCE)
-                said = call.makefile().readline()
-            except TimeoutError:
-                said = ""
-            except (OSError, UnicodeDecodeError):  # whoever that was, it is none of the others
-                continue
-            if greeting := re.fullmatch(rf"{GREETING} (\d+) (\d+)\n", said):
-                number, total = map(int, greeting.groups())
-                if total != count:
+    with contextlib.ExitStack() as calls:
+        with _listen(port) as listener:
+            while not mistake:
+                missing = [n for n in range(1, count) if n not in came or _hung_up(came[n])]
+                if not missing:
+                    break
+                if time.monotonic() >= deadline:
+                    some = ", ".join(map(str, missing[:SHOWN])) + ", ..." * (len(missing) > SHOWN)
                     mistake = (
-                        f"process {number} has --num_processes {total} and process 0 {count}; give "
-                        "all the same"
+                        f"process {some} of {count} did not come in time; start all of them, or "
+                        "raise --init_timeout"
                     )
-                elif number in came:
-                    mistake = f"two processes have --process_id {number}; give each its own"
-                came[number] = call
-                greeted.append(call)
-            elif time.monotonic() >= deadline:
-                missing = ", ".join(str(n) for n in range(1, count) if n not in came)
-                mistake = (
-                    f"process {missing} of {count} did not come in time; start all of them, or "
-                    "raise --init_timeout"
-                )
+                elif heard := _hear(listener, deadline):
+                    call, number, total = heard
+                    greeted.append(calls.enter_context(call))
+                    if total != count:
+                        mistake = (
+                            f"process {number} has --num_processes {total} and process 0 {count}; "
+                            "give all the same"
+                        )
+                    elif number in came and not _hung_up(came[number]):
+                        mistake = f"two processes have --process_id {number}; give each its own"
+                    came[number] = call
+        # Nobody listens any more: who is told to go on calls JAX at this port.
         for call in greeted:
             with contextlib.suppress(OSError):
                 call.settimeout(PATIENCE)
-                call.sendall(f"{mistake or GO}\n".encode())
+                call.sendall(f"{f'{NO}{mistake}' if mistake else GO}\n".encode())
+        for call in greeted:
+            with contextlib.suppress(OSError):
                 call.recv(1)  # it hangs up first, so that the port is free at once
     check(not mistake, f"--multihost: {mistake}.")
+
+
+def _listen(port: int) -> socket.socket:
+    """At every address of this machine, as JAX does.
+
+    Raises:
+      UserError: the port can't be had.
+    """
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        raise UserError(
+            f"--multihost: process 0 cannot listen at port {port} ({error.strerror}); give another "
+            "--coordinator, or end what has the port (another process 0?)."
+        ) from error
+
+
+def _hear(listener: socket.socket, deadline: float) -> tuple[socket.socket, int, int] | None:
+    """A caller with its number and count of processes; None for a stranger, or nobody in time."""
+    listener.settimeout(max(deadline - time.monotonic(), 0.01))
+    try:
+        call = listener.accept()[0]
+    except OSError:
+        time.sleep(0.01)
+        return None
+    call.settimeout(PATIENCE)
+    try:
+        said = call.recv(64)
+    except OSError:
+        said = b""
+    greeting = re.fullmatch(rf"{GREETING} (\d{{1,9}}) (\d{{1,9}})\n".encode(), said)
+    if greeting is None:
+        call.close()
+        return None
+    return call, int(greeting[1]), int(greeting[2])
 
 
 def _hung_up(call: socket.socket) -> bool:
@@ -167,21 +205,22 @@ def _answer_the_roll(host: str, port: int, count: int, me: int, deadline: float)
     """Another process greets process 0 until that tells it to go on.
 
     Raises:
-      UserError: nobody listens there until the deadline, or process 0 tells of a mistake.
+      UserError: process 0 is not there until the deadline, or tells of a mistake.
     """
     while True:
         left = max(deadline - time.monotonic(), 0.1)
         try:
-            with socket.create_connection((host, port), timeout=left) as call:
+            with socket.create_connection((host, port), timeout=min(left, PATIENCE)) as call:
                 call.sendall(f"{GREETING} {me} {count}\n".encode())
                 call.settimeout(left + PATIENCE)  # so that process 0 can say who is missing
-                said = call.makefile().readline().strip()
+                said = call.makefile("rb").readline(1000).decode(errors="replace").strip()
             if said == GO:
                 return
-            check(not said, f"--multihost: {said}.")
-            reason = "it hung up"
-        except OSError as error:
-            reason = error.strerror or error
+            check(not said.startswith(NO), f"--multihost: {said.removeprefix(NO)}.")
+            # Such as JAX's own service of an earlier start.
+            reason = "something else answers there" if said else "it hung up"
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
         if deadline - time.monotonic() <= 0.5:
             raise UserError(
                 f"--multihost: no coordinator answers at {host}:{port} ({reason}); check that "
@@ -211,11 +250,8 @@ def agree(config: config_lib.Config) -> None:
         for row, size in zip(multihost_utils.process_allgather(padded), sizes_P, strict=True)
     ]
     for index, text in enumerate(texts):
-        if text != texts[0]:
-            found = config_lib.differences(
-                config_lib.from_json(texts[0]), config_lib.from_json(text)
-            )
-            name, (first, other) = next(iter(found.items()))
+        found = config_lib.differences(config_lib.from_json(texts[0]), config_lib.from_json(text))
+        for name, (first, other) in found.items():
             raise UserError(
                 f"process {index} was started with {name}={other!r} and process 0 with {first!r}; "
                 "start all with one config."

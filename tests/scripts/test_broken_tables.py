@@ -69,7 +69,7 @@ def test_of_a_run_in_two_sources_the_later_one_counts(tmp_path, capsys):
     table = tmp_path / "old.csv"
     collect.main([str(tmp_path / "old")])
     table.write_text(capsys.readouterr().out)
-    for sources in (["old", "new"], ["old.csv", "new"]):
+    for sources in (["old", "new"], ["old.csv", "new"], ["old", "new/b", "new/c"]):
         rows = collect.gather([tmp_path / name for name in sources], "recall")
         assert [(row["run"], row["recall"]) for row in rows] == [
             ("a", 0.5),
@@ -84,6 +84,7 @@ def test_of_a_run_in_two_sources_the_later_one_counts(tmp_path, capsys):
         ({"recall": "high"}, "run 'a' has recall 'high', which is no finite number"),
         ({"seed": "0.5"}, "run 'a' has seed '0.5', which is no whole number"),
         ({"eval": "length"}, "has no row of the eval recall"),
+        ({"status": ""}, "has a row of run 'a' without status"),
         ({"whole": None}, "has no column whole; make it with"),  # from before it was told
     ],
 )

@@ -55,6 +55,13 @@ def test_the_mean_is_over_the_slices_of_all_evals_without_kinds(tmp_path):
     assert point.score == pytest.approx(0.2)
 
 
+def test_a_mean_over_fewer_slices_is_no_mean(tmp_path):
+    longer = {"eval": "length", "slice": "T64_K9", "length": 64, "pairs": 9}
+    rows = [row("A", 0.1, 0, 0.9), row("A", 0.1, 0, 0.5, **longer), row("A", 0.1, 1, 0.9)]
+    with pytest.raises(UserError, match=r"run 'pattern=A,lr=0\.1,seed=1' has no result on T64_K9"):
+        plot.read_points(table_of(tmp_path, rows), "mean")
+
+
 def test_models_that_the_plot_cannot_tell_apart_are_refused(tmp_path):
     """Such as two ranges of beta: one would be taken for the other."""
     other = "neg=true,pattern=D,lr=0.1,seed=0"

@@ -88,6 +88,11 @@ def test_the_best_of_some_rates_is_taken_for_each_seed():
             [*ROWS, row(2, 0.1, None, status="failed: not finite at step 3")],
             "seed=2 failed: not finite at step 3",
         ),
+        (
+            mean_of_slices("task=a,layers=G", 0.8, within=0.03, source=""),
+            [*ROWS, row(0, 0.1, None, status="done without the eval length") | {"eval": "length"}],
+            "seed=0 done without the eval length",
+        ),
     ],
 )
 def test_what_is_missing_speaks_against_a_claim(claim, rows, note):
@@ -106,8 +111,9 @@ def test_a_mean_is_over_slices_of_all_evals_and_leaves_kinds_out():
 
 
 def test_the_notes_tell_claims_scores_and_place():
-    claims = [Claim("task=a,layers=G", "T8_K2", low=low, source="us") for low in (0.5, 0.8)]
-    text = reproduce.markdown("tiny", claims, [row | {"seconds": 2.5} for row in ROWS])
+    verdicts = [judge(Claim("task=a,layers=G", "T8_K2", low=low, source="us"), ROWS)
+                for low in (0.5, 0.8)]  # fmt: skip
+    text = reproduce.markdown("tiny", verdicts, [row | {"seconds": 2.5} for row in ROWS])
     assert "1 of 2 claims hold; 4 runs, 10 s of training" in text
     assert "| task=a,layers=G | T8_K2 | 0.500 | >= 0.8 | 0.900 0.700 | **no** | us |" in text
 
@@ -199,6 +205,8 @@ def test_rows_made_elsewhere_are_judged_and_nothing_is_trained(tmp_path, monkeyp
         "from fastweights.reproduction import Claim\n"
         "def claims():\n    yield Claim('task=a,layers=G', 'T8_K2', low=0.75)\n"
     )
+    points = [sweeps.Point(found["run"], "", (), config_lib.Config()) for found in ROWS]
+    monkeypatch.setattr(reproduce.sweeps, "read_points", lambda *_: points)
     (tmp_path / "mine.py").write_text(source)
     monkeypatch.setattr(reproduce, "CONFIGS", tmp_path)
     monkeypatch.setattr(reproduce.sweep, "main", lambda argv: pytest.fail("runs"))
@@ -207,6 +215,10 @@ def test_rows_made_elsewhere_are_judged_and_nothing_is_trained(tmp_path, monkeyp
     command = ["mine", "--notes", str(notes), "--rows"]
     assert reproduce.main([*command, str(tables[0])]) == 1
     assert "0 of 1 claims hold" in capsys.readouterr().out
+    # A run that is in neither speaks against the claim.
+    assert reproduce.main([*command, str(tables[1])]) == 1
+    assert "1 of 4 runs are there" in capsys.readouterr().out
+    del points[1:]
     assert reproduce.main([*command, str(tables[1])]) == 0
     # Where the runs were made is not known here.
     assert not notes.exists()
