@@ -368,7 +368,7 @@ def test_an_override_of_a_field_that_the_points_set_is_refused(tmp_path):
 def test_collect_and_plot_name_what_is_missing(tmp_path):
     with pytest.raises(UserError, match="holds no run"):
         collect.main([str(tmp_path)])
-    with pytest.raises(UserError, match=r"does not exist; make it with scripts/collect\.py"):
+    with pytest.raises(UserError, match=r"does not exist; check the path, or make a table"):
         plot.main([str(tmp_path / "none.csv"), "--out", str(tmp_path / "x.png")])
     table = tmp_path / "table.csv"
     columns = plot.COLUMNS
