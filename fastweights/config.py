@@ -273,14 +273,15 @@ def _unknown(what: str, name: str, known: Iterable[str]) -> str:
     if not near:
         leaf = name.rsplit(".", 1)[-1]
         near = [p for p in known if difflib.get_close_matches(leaf, [p.split(".")[-1]])][:1]
+    if near:
+        return f"{what} '{name}' does not exist; did you mean '{near[0]}'?"
     # What its group has; groups inside are named and not their fields.
     group = name.rpartition(".")[0]
     while group and not any(p.startswith(f"{group}.") for p in known):
         group = group.rpartition(".")[0]
     start = f"{group}." if group else ""
     beside = {start + p.removeprefix(start).partition(".")[0] for p in known if p.startswith(start)}
-    hint = f"did you mean '{near[0]}'?" if near else f"known: {', '.join(sorted(beside))}."
-    return f"{what} '{name}' does not exist; {hint}"
+    return f"{what} '{name}' does not exist; known: {', '.join(sorted(beside))}."
 
 
 def _coerce(path: str, text: str, current: Any) -> Any:

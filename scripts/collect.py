@@ -18,7 +18,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from fastweights import analysis, cli, evals, flops, pattern
 from fastweights.config import Config
@@ -48,10 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--eval", default="recall", help="the evals whose rows to gather")
     args, rest = cli.parse(parser, argv)
     check(not rest, f"collect reads what is on disk and takes no overrides, got {rest}.")
-    rows = gather(args.sources, args.eval)
-    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
+    write_rows(gather(args.sources, args.eval), sys.stdout)
     return 0
 
 
@@ -77,7 +74,7 @@ def gather(sources: Sequence[pathlib.Path], names: str) -> list[dict[str, Any]]:
     runs: dict[str, list[dict[str, Any]]] = {}
     wanted = evals.split_names(names)
     for source in sources:
-        rows = collect(source, names) if source.is_dir() else read_numbers(source)
+        rows = collect(source, names) if source.is_dir() else read_rows(source)
         rows = [row for row in rows if row["eval"] in wanted]
         absent = [name for name in wanted if all(row["eval"] != name for row in rows)]
         check(
@@ -92,11 +89,19 @@ def gather(sources: Sequence[pathlib.Path], names: str) -> list[dict[str, Any]]:
     return [row for name in sorted(runs) for row in runs[name]]
 
 
-def read_table(table: pathlib.Path, columns: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of a CSV of this script.
+def write_rows(rows: Sequence[dict[str, Any]], file: TextIO) -> None:
+    """The rows as a CSV that `read_rows` gives back."""
+    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+def read_rows(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, Any]]:
+    """The rows of a CSV as `collect` gives them: numbers as such, and no empty cells.
 
     Raises:
-      UserError: no such file, no CSV, no rows, or a column is missing.
+      UserError: no such file, no CSV, no rows, one of `columns` is missing, a row says nothing of
+        its run, or a cell of a column of numbers is no finite one.
     """
     check(
         table.exists(),
@@ -115,15 +120,13 @@ def read_table(table: pathlib.Path, columns: Sequence[str]) -> list[dict[str, st
         not missing,
         f"'{table}' has no column {', '.join(missing)}; make it with scripts/collect.py.",
     )
-    return rows
-
-
-def read_numbers(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, Any]]:
-    """The rows of a CSV as `collect` gives them: numbers as such, and no empty cells.
-
-    Raises:
-      UserError: as `read_table`, or a cell of a column of numbers that is no finite one.
-    """
+    for row in rows:
+        empty = [name for name in ("run", "status", "eval") if not row[name]]
+        check(
+            not empty,
+            f"'{table}' has a row of run '{row['run']}' without {', '.join(empty)}; leave it out, "
+            "or make the table again with scripts/collect.py.",
+        )
 
     def cell(row: dict[str, str], name: str) -> Any:
         if name not in WHOLE_NUMBERS + NUMBERS:
@@ -141,14 +144,6 @@ def read_numbers(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[
         )
         return int(value) if whole else value
 
-    rows = read_table(table, columns)
-    for row in rows:
-        empty = [name for name in ("run", "status", "eval") if not row[name]]
-        check(
-            not empty,
-            f"'{table}' has a row of run '{row['run']}' without {', '.join(empty)}; leave it out, "
-            "or make the table again with scripts/collect.py.",
-        )
     return [{name: cell(row, name) for name in COLUMNS if row.get(name)} for row in rows]
 
 

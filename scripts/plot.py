@@ -57,7 +57,7 @@ def read_points(table: pathlib.Path, name: str | None) -> list[Summary]:
       UserError: the table is none of collect's, no run in it finished, no such slice, or two models
         that stand on one spot under one label.
     """
-    rows = collect.read_numbers(table, COLUMNS)
+    rows = collect.read_rows(table, COLUMNS)
     done = [row for row in rows if row["status"] == "done"]
     check(
         bool(done),

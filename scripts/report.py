@@ -12,7 +12,6 @@ the area under its recall over the logarithm of the rate. Failed runs count as a
 
 import argparse
 import base64
-import csv
 import html
 import pathlib
 from collections.abc import Sequence
@@ -70,11 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or first / "report"
     out.mkdir(parents=True, exist_ok=True)
     with (out / "results.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(
-            file, collect.COLUMNS, lineterminator="\n", extrasaction="ignore", restval=""
-        )
-        writer.writeheader()
-        writer.writerows(rows)
+        collect.write_rows(rows, file)
     pictures = draw(summaries, rows, out)
     write_atomic(out / "index.html", page(first.resolve().name, summaries, rows, pictures))
     print(f"{out / 'index.html'}: {len(summaries)} scores of {len(pictures)} figures")

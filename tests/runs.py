@@ -1,9 +1,12 @@
 """Starting the commands as a user would, for tests that need a process to kill."""
 
+import contextlib
+import csv
 import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -103,3 +106,18 @@ def assert_same_run(one: pathlib.Path, other: pathlib.Path) -> None:
     assert states[0].keys() == states[1].keys()
     for name, array in states[0].items():
         np.testing.assert_array_equal(array, states[1][name], err_msg=name)
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def write_table(path: pathlib.Path, *rows: dict[str, object]) -> pathlib.Path:
+    """Rows with the columns of the first as a CSV."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return path

@@ -80,33 +80,22 @@ def test_members_on_one_host_share_what_comes_in(kind, groups, share):
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("read", "text", "sentence"),
     [
-        ("v9:2x2", "names no known chip; the chips are v5e"),
-        ("v5p:2x2", "needs 3 size(s) behind the colon, as in v5p:2x4x4"),
-        ("h200:some", "needs 1 size(s) behind the colon, as in h200:2"),
-        ("h200:0x8", "needs 1 size(s) behind the colon, as in h200:2"),
-        ("h200:²", "needs 1 size(s) behind the colon, as in h200:2"),
+        (targets.find, "v9:2x2", "names no known chip; the chips are v5e"),
+        (targets.find, "v5p:2x2", "needs 3 size(s) behind the colon, as in v5p:2x4x4"),
+        (targets.find, "h200:some", "needs 1 size(s) behind the colon, as in h200:2"),
+        (targets.find, "h200:0x8", "needs 1 size(s) behind the colon, as in h200:2"),
+        (targets.find, "h200:²", "needs 1 size(s) behind the colon, as in h200:2"),
+        (plan.parse_mesh, "data=2,data=8", "--mesh 'data=2,data=8' names data twice"),
+        (plan.parse_mesh, "data=²", "--mesh has 'data=²'; write it as"),
+        (plan.parse_mesh, "rows=2", "--mesh has 'rows=2'; write it as"),
+        (plan.parse_mesh, "", "--mesh has ''; write it as"),
     ],
 )
-def test_a_target_that_is_none(name, sentence):
+def test_a_target_or_a_mesh_that_is_none(read, text, sentence):
     with pytest.raises(UserError) as error:
-        targets.find(name)
-    assert sentence in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("data=2,data=8", "--mesh 'data=2,data=8' names data twice"),
-        ("data=²", "--mesh has 'data=²'; write it as"),
-        ("rows=2", "--mesh has 'rows=2'; write it as"),
-        ("", "--mesh has ''; write it as"),
-    ],
-)
-def test_a_mesh_that_is_none(text, sentence):
-    with pytest.raises(UserError) as error:
-        plan.parse_mesh(text)
+        read(text)
     assert sentence in str(error.value)
 
 

@@ -10,7 +10,7 @@ import collect
 import plot
 from fastweights import config
 from fastweights.errors import UserError
-from runs import ROOT
+from runs import ROOT, write_table
 
 RESULT = json.dumps({"step": 4, "rows": [{"slice": "T8_K2", "length": 8, "recall": 0.5}]})
 
@@ -100,14 +100,6 @@ CELLS = {
     "lr": "0.1", "seed": "0", "recall": "0.1", "attention_share": "0.5", "state_bytes": "8",
     "chance": "0.3", "eval": "recall",
 }  # fmt: skip
-
-
-def write_table(path, *rows):
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """What scripts/plot.py makes of many runs: one point a model, at its best rate."""
 
-import csv
-
 import pytest
 
 import plot
 from fastweights.errors import UserError
+from runs import write_table
 
 
 def row(pattern, lr, seed, recall, **changes):
@@ -16,15 +15,6 @@ def row(pattern, lr, seed, recall, **changes):
     } | changes  # fmt: skip
 
 
-def table_of(folder, rows):
-    path = folder / "table.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
-
-
 def test_a_model_stands_at_its_best_mean_over_seeds_and_shows_their_spread(tmp_path):
     rows = [row("A", 0.1, 0, 1.0), row("A", 0.1, 1, 0.0),
             row("A", 0.2, 0, 0.6), row("A", 0.2, 1, 0.8)]  # fmt: skip
@@ -32,7 +22,7 @@ def test_a_model_stands_at_its_best_mean_over_seeds_and_shows_their_spread(tmp_p
     rows.append(row("A", 0.3, 0, 1.0))
     failed = {"status": "failed: not finite", "slice": ""}
     rows += [row("A", 0.3, 1, "", eval=name, **failed) for name in ("recall", "length")]
-    (point,) = plot.read_points(table_of(tmp_path, rows), None)
+    (point,) = plot.read_points(write_table(tmp_path / "table.csv", *rows), None)
     assert (point.lr, point.seeds) == (0.2, 2)
     assert (point.low, point.score, point.high) == pytest.approx((0.6, 0.7, 0.8))
 
@@ -47,11 +37,11 @@ def test_the_mean_is_over_the_slices_of_all_evals_without_kinds(tmp_path):
         row("A", 0.2, 0, 1.0),
         row("A", 0.2, 0, 0.2, **longer),
     ]
-    (point,) = plot.read_points(table_of(tmp_path, rows), "mean")
+    (point,) = plot.read_points(write_table(tmp_path / "table.csv", *rows), "mean")
     assert (point.lr, point.score) == (0.1, pytest.approx(0.7))
     # What one sequence is kept in grows with it; told is that of the longest.
     assert point.row["state_bytes"] == 99
-    (point,) = plot.read_points(table_of(tmp_path, rows), "T64_K9")
+    (point,) = plot.read_points(write_table(tmp_path / "table.csv", *rows), "T64_K9")
     assert point.score == pytest.approx(0.2)
 
 
@@ -59,7 +49,7 @@ def test_a_mean_over_fewer_slices_is_no_mean(tmp_path):
     longer = {"eval": "length", "slice": "T64_K9", "length": 64, "pairs": 9}
     rows = [row("A", 0.1, 0, 0.9), row("A", 0.1, 0, 0.5, **longer), row("A", 0.1, 1, 0.9)]
     with pytest.raises(UserError, match=r"run 'pattern=A,lr=0\.1,seed=1' has no result on T64_K9"):
-        plot.read_points(table_of(tmp_path, rows), "mean")
+        plot.read_points(write_table(tmp_path / "table.csv", *rows), "mean")
 
 
 def test_models_that_the_plot_cannot_tell_apart_are_refused(tmp_path):
@@ -67,7 +57,7 @@ def test_models_that_the_plot_cannot_tell_apart_are_refused(tmp_path):
     other = "neg=true,pattern=D,lr=0.1,seed=0"
     rows = [row("D", 0.1, 0, 1.0), row("D", 0.1, 0, 0.5, run=other)]
     with pytest.raises(UserError, match="'pattern=D' and 'neg=true,pattern=D' have the same"):
-        plot.read_points(table_of(tmp_path, rows), None)
+        plot.read_points(write_table(tmp_path / "table.csv", *rows), None)
 
 
 def test_sizes_of_one_pattern_are_points_of_one_line(tmp_path):
@@ -76,7 +66,7 @@ def test_sizes_of_one_pattern_are_points_of_one_line(tmp_path):
         row("D", 0.1, 0, recall, run=f"width={bytes_},lr=0.1,seed=0", state_bytes=bytes_)
         for bytes_, recall in sizes.items()
     ]
-    points = plot.read_points(table_of(tmp_path, rows), None)
+    points = plot.read_points(write_table(tmp_path / "table.csv", *rows), None)
     assert {point.row["state_bytes"]: point.score for point in points} == sizes
     plot.draw(points, tmp_path / "x.png")
     figure, axes = plot.plt.subplots()

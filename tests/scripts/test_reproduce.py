@@ -1,6 +1,5 @@
 """Claims and verdicts; the memory probe; configs of configs/recall/."""
 
-import csv
 import dataclasses
 
 import numpy as np
@@ -210,7 +209,10 @@ def test_rows_made_elsewhere_are_judged_and_nothing_is_trained(tmp_path, monkeyp
     (tmp_path / "mine.py").write_text(source)
     monkeypatch.setattr(reproduce, "CONFIGS", tmp_path)
     monkeypatch.setattr(reproduce.sweep, "main", lambda argv: pytest.fail("runs"))
-    tables = [write_table(tmp_path / "a.csv", ROWS), write_table(tmp_path / "b.csv", ROWS[:1])]
+    tables = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    for table, found in zip(tables, (ROWS, ROWS[:1]), strict=True):
+        with table.open("w", newline="") as file:
+            collect.write_rows(found, file)
     notes = tmp_path / "notes.md"
     command = ["mine", "--notes", str(notes), "--rows"]
     assert reproduce.main([*command, str(tables[0])]) == 1
@@ -222,14 +224,6 @@ def test_rows_made_elsewhere_are_judged_and_nothing_is_trained(tmp_path, monkeyp
     assert reproduce.main([*command, str(tables[1])]) == 0
     # Where the runs were made is not known here.
     assert not notes.exists()
-
-
-def write_table(path, rows):
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, collect.COLUMNS, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-    return path
 
 
 def test_mistakes_are_named():

@@ -17,15 +17,9 @@ from fastweights.training import joining
 TINY = str(runs.ROOT / "tests/tiny.py")
 
 
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def roll(callers: list[tuple[int, int]], count: int, seconds: float = 20.0) -> list[str]:
     """What process 0 of `count`, and callers of (number, count) in that order, come to."""
-    port, deadline = free_port(), time.monotonic() + seconds
+    port, deadline = runs.free_port(), time.monotonic() + seconds
 
     def end(call, *args) -> str:
         try:
@@ -70,7 +64,7 @@ def test_a_mistake_is_told_to_all_who_came(callers, told):
 def test_a_stranger_at_the_port_and_a_caller_that_comes_again_are_no_mistake(host):
     if host == "::1" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    port, deadline = free_port(), time.monotonic() + 20
+    port, deadline = runs.free_port(), time.monotonic() + 20
     with concurrent.futures.ThreadPoolExecutor() as pool:
         zero = pool.submit(joining._call_the_roll, port, 3, deadline)
         for said in (b"GET / HTTP/1.1\n", b"\xff\xfe\n", b"fastweights one\n", b""):
@@ -90,7 +84,7 @@ def test_a_stranger_at_the_port_and_a_caller_that_comes_again_are_no_mistake(hos
 @pytest.mark.parametrize("said", [b"\x00\x00\x12\x04\xff\n", b"HTTP/1.1 400 Bad Request\n", b""])
 def test_what_else_answers_at_the_port_is_not_believed(said):
     """JAX's service of an earlier start, say, until it is gone."""
-    port, deadline = free_port(), time.monotonic() + 20
+    port, deadline = runs.free_port(), time.monotonic() + 20
     with concurrent.futures.ThreadPoolExecutor() as pool:
         with socket.create_server(("127.0.0.1", port)) as stranger:
             one = pool.submit(joining._answer_the_roll, "127.0.0.1", port, 2, 1, deadline)
@@ -137,7 +131,7 @@ def test_numbers_that_cannot_be_are_told_before_anyone_waits(args, told):
 
 def test_a_coordinator_that_never_answers_is_named():
     with pytest.raises(UserError, match=r"no coordinator answers at 127\.0\.0\.1:\d+ \(Conn"):
-        joining.initialize(f"127.0.0.1:{free_port()}", 2, 1, 1)
+        joining.initialize(f"127.0.0.1:{runs.free_port()}", 2, 1, 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(UserError, match=f"no coordinator answers at {address} .timed out"):
@@ -169,7 +163,7 @@ def test_a_process_without_a_device_says_so(monkeypatch):
 def test_a_process_that_waits_in_vain_for_the_others_says_for_whom(tmp_path):
     command = runs.train_command(tmp_path / "run")
     code, output = runs.run(
-        *command, "--multihost", "--coordinator", f"127.0.0.1:{free_port()}",
+        *command, "--multihost", "--coordinator", f"127.0.0.1:{runs.free_port()}",
         "--num_processes", 2, "--process_id", 0, "--init_timeout", 2,
     )  # fmt: skip
     assert code == 2
@@ -185,7 +179,7 @@ def test_one_process_of_several_asks_for_multihost(tmp_path):
 
 def test_processes_with_two_configs_end_before_they_train(tmp_path):
     """With two learning rates replicas part in silence; with two step counts they wait for ever."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{runs.free_port()}"
     command = runs.train_command(tmp_path / "run", "model.num_layers=1", "model.pattern=A")
     together = ["--multihost", "--coordinator", address, "--num_processes", 2]
     each = [

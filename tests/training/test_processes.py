@@ -1,12 +1,10 @@
 """Processes of one device each train as one process does, and end together."""
 
-import contextlib
 import json
 import pathlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,17 +28,11 @@ PLAIN = (
 LONG = ("checkpoint.every=15", "steps=56")
 
 
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def start(
     workdir: pathlib.Path, count: int, *overrides: str, devices: int = 1
 ) -> list[subprocess.Popen[str]]:
     """A run of so many processes that notice within eight seconds that one is dead."""
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{runs.free_port()}"
     together = ["--multihost", "--coordinator", address, "--num_processes", count, "--silence", 8]
     command = runs.train_command(workdir, *PLAIN, *overrides)
     each = [(*command, *together, "--process_id", index) for index in range(count)]
