@@ -1,6 +1,6 @@
 """Draws recall against attention share and against state bytes from collect's CSV.
 
-    python scripts/plot.py ratio.csv --out ratio.png [--slice T64_K16]
+    python scripts/plot.py ratio.csv --out ratio.png [--slice T64_K16] [--without repeat=1]
 
 Each model (runs that differ in learning rate and seed alone) stands at the rate of its best mean
 over slices and seeds; the point is the mean over seeds and the bar its 95 % interval over seeds
@@ -38,8 +38,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--slice", help=f"slice to draw, or {MEAN} (default: the one with most pairs)"
     )
+    parser.add_argument(
+        "--without", nargs="+", default=(), help="leave out runs whose name has one of these in it"
+    )
     args = parser.parse_args(argv)
-    points = read_points(args.table, args.slice)
+    points = read_points(args.table, args.slice, args.without)
     draw(points, args.out)
     for point in sorted(points, key=lambda point: -point.score):
         print(
@@ -50,14 +53,20 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def read_points(table: pathlib.Path, name: str | None) -> list[Summary]:
-    """One summary a model, on the slice `name`.
+def read_points(
+    table: pathlib.Path, name: str | None = None, without: Sequence[str] = ()
+) -> list[Summary]:
+    """One summary a model, on the slice `name`, of the runs whose name has none of `without`.
 
     Raises:
-      UserError: the table is none of collect's, no run in it finished, no such slice, or two models
-        that stand on one spot under one label.
+      UserError: the table is none of collect's, no run in it finished, no such slice or name, or
+        two models that stand on one spot under one label.
     """
     rows = collect.read_rows(table, COLUMNS)
+    for text in without:
+        kept = [row for row in rows if text not in row["run"]]
+        check(len(kept) < len(rows), f"--without '{text}' is in no run's name in '{table}'.")
+        rows = kept
     done = [row for row in rows if row["status"] == "done"]
     check(
         bool(done),
@@ -83,7 +92,7 @@ def read_points(table: pathlib.Path, name: str | None) -> list[Summary]:
         check(
             spot not in spots,
             f"'{spots.get(spot)}' and '{point.model}' have the same pattern and state, and what "
-            "else they differ in the figure does not show; leave one of them out.",
+            "else they differ in the figure does not show; leave one of them out (--without).",
         )
         spots[spot] = point.model
     return points

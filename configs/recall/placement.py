@@ -33,7 +33,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 def sweep():
     for place in PLACES:
-        for lr in learning_rates(1e-2):
+        for lr in learning_rates(3.2e-2):
             for seed in SEEDS:
                 yield {"arg": f"place={place}", "optim.lr": lr, "seed": seed}
 

@@ -69,7 +69,7 @@ def sweep():
         args = [{"arg": f"task={task},pattern={pattern}"} for pattern in PATTERNS]
         for point in matched(__file__, args, by="parameters", field="model.mlp_dim"):
             # Fewer rates for runs on text, too.
-            for lr in learning_rates(1e-2) if task != "text" else learning_rates(3e-3, 2):
+            for lr in learning_rates(3.2e-2) if task != "text" else learning_rates(3e-3, 2):
                 for seed in SEEDS:
                     yield {**point, "optim.lr": lr, "seed": seed}
 

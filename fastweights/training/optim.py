@@ -37,7 +37,9 @@ class OptimConfig:
       warmup_steps: linear from 0.
       decay_steps: for "wsd" only.
       end_lr_ratio: final over peak learning rate.
-      weight_decay: decoupled, on weight matrices only.
+      weight_decay: decoupled, on what `decayed` names.
+      decayed: "matrices" or "all": as PyTorch's optimisers do unless told otherwise, norms, gates
+        and decay rates too, which pulls Mamba-2's steps and rates towards fast forgetting.
       clip_norm: limit of the gradients' global norm; 0 for none.
       nonfinite: "stop" ends the run before the update, "skip" drops the update and counts it.
     """
@@ -49,6 +51,7 @@ class OptimConfig:
     decay_steps: int = 200
     end_lr_ratio: float = 0.1
     weight_decay: float = 0.1
+    decayed: str = "matrices"
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
@@ -59,6 +62,7 @@ class OptimConfig:
         for name, value, allowed in (
             ("name", self.name, ("adamw", "muon")),
             ("schedule", self.schedule, ("cosine", "wsd")),
+            ("decayed", self.decayed, ("matrices", "all")),
             ("nonfinite", self.nonfinite, ("stop", "skip")),
         ):
             check(
@@ -92,7 +96,7 @@ def schedule(config: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformation:
-    """Clip by global norm, direction by Adam or Muon, decoupled decay of the matrices, rate.
+    """Clip by global norm, direction by Adam or Muon, decoupled decay, rate.
 
     optax's own `muon` decays every parameter of its Adam group, so the decay stands outside it.
     """
@@ -113,7 +117,9 @@ def make_optimizer(config: OptimConfig, steps: int) -> optax.GradientTransformat
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
         direction,
-        optax.add_decayed_weights(config.weight_decay, decay_mask),
+        optax.add_decayed_weights(
+            config.weight_decay, decay_mask if config.decayed == "matrices" else None
+        ),
         optax.scale_by_learning_rate(schedule(config, steps)),
     )
 

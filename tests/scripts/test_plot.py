@@ -22,7 +22,7 @@ def test_a_model_stands_at_its_best_mean_over_seeds_and_shows_their_spread(tmp_p
     rows.append(row("A", 0.3, 0, 1.0))
     failed = {"status": "failed: not finite", "slice": ""}
     rows += [row("A", 0.3, 1, "", eval=name, **failed) for name in ("recall", "length")]
-    (point,) = plot.read_points(write_table(tmp_path / "table.csv", *rows), None)
+    (point,) = plot.read_points(write_table(tmp_path / "table.csv", *rows))
     assert (point.lr, point.seeds) == (0.2, 2)
     assert (point.low, point.score, point.high) == pytest.approx((0.6, 0.7, 0.8))
 
@@ -56,8 +56,13 @@ def test_models_that_the_plot_cannot_tell_apart_are_refused(tmp_path):
     """Such as two ranges of beta: one would be taken for the other."""
     other = "neg=true,pattern=D,lr=0.1,seed=0"
     rows = [row("D", 0.1, 0, 1.0), row("D", 0.1, 0, 0.5, run=other)]
+    table = write_table(tmp_path / "table.csv", *rows)
     with pytest.raises(UserError, match="'pattern=D' and 'neg=true,pattern=D' have the same"):
-        plot.read_points(write_table(tmp_path / "table.csv", *rows), None)
+        plot.read_points(table)
+    (point,) = plot.read_points(table, without=["neg=true"])
+    assert (point.model, point.score) == ("pattern=D", 1.0)
+    with pytest.raises(UserError, match="--without 'width=' is in no run's name"):
+        plot.read_points(table, without=["neg=true", "width="])
 
 
 def test_sizes_of_one_pattern_are_points_of_one_line(tmp_path):
@@ -66,7 +71,7 @@ def test_sizes_of_one_pattern_are_points_of_one_line(tmp_path):
         row("D", 0.1, 0, recall, run=f"width={bytes_},lr=0.1,seed=0", state_bytes=bytes_)
         for bytes_, recall in sizes.items()
     ]
-    points = plot.read_points(write_table(tmp_path / "table.csv", *rows), None)
+    points = plot.read_points(write_table(tmp_path / "table.csv", *rows))
     assert {point.row["state_bytes"]: point.score for point in points} == sizes
     plot.draw(points, tmp_path / "x.png")
     figure, axes = plot.plt.subplots()

@@ -88,8 +88,9 @@ def test_muon_takes_the_kernels_of_the_blocks_over_their_last_two_axes():
             assert value is None, name
 
 
+@pytest.mark.parametrize("decayed", ["matrices", "all"])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_weight_decay_alone_shrinks_matrices_only(name):
+def test_weight_decay_alone_shrinks_matrices_only_or_all(name, decayed):
     # Each name once a part of the model: for its update neither layer nor size counts.
     params = {}
     for path, leaf in by_name(abstract_params()).items():
@@ -97,12 +98,13 @@ def test_weight_decay_alone_shrinks_matrices_only(name):
         holder = params.setdefault(parts[0], {}) if parts else params
         holder[last] = jnp.ones((2,) * leaf.ndim)
     gradients = jax.tree.map(jnp.zeros_like, params)
-    config = OptimConfig(name=name, lr=0.5, warmup_steps=0, weight_decay=0.1)
+    config = OptimConfig(name=name, lr=0.5, warmup_steps=0, weight_decay=0.1, decayed=decayed)
     tx = optim.make_optimizer(config, 10)
     # Jitted: op by op, Muon's iteration compiles anew for every shape.
     updates, _ = jax.jit(lambda g, p: tx.update(g, tx.init(p), p))(gradients, params)
     for path, update in by_name(updates).items():
-        expected = -0.05 if path.split(".")[-1] in optim.MATRICES else 0.0
+        shrinks = decayed == "all" or path.split(".")[-1] in optim.MATRICES
+        expected = -0.05 if shrinks else 0.0
         np.testing.assert_allclose(update, expected, atol=1e-6, err_msg=path)
 
 
