@@ -24,6 +24,7 @@ from fastweights.tasks.solvers import Habits
 
 RESAMPLES = 1000
 ALL_SLICES = "mean of all"
+LOSS_EVAL = "ppl"
 CHEATER_STREAM = 4
 CHEATER_ROWS = 500
 
@@ -59,6 +60,27 @@ class Summary:
         return len(self.scores[self.lr])
 
 
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """One model's loss on held-out text, in the last of the ranges of positions.
+
+    Attributes:
+      model, lr: as in `Summary`; the rate is that of the least mean loss.
+      slice: the range.
+      nll: nats a token, mean over seeds.
+      low, high: the least and the greatest of the seeds.
+      row: a row of the best rate.
+    """
+
+    model: str
+    slice: str
+    lr: float
+    nll: float
+    low: float
+    high: float
+    row: dict[str, Any]
+
+
 def model_name(run: str) -> str:
     """A run's name without its learning rate, its seed and what models were made equal in."""
     return re.sub(r",?\b(lr|seed|matched)=[^,/]*", "", run).strip(",") or "model"
@@ -82,6 +104,28 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[Summary]:
                 found.append({**row, "recall": 0.0})
     rates = _best_rates(groups)
     return [_summary(*key, found, rates[key[0]]) for key, found in groups.items()]
+
+
+def losses(rows: Sequence[dict[str, Any]]) -> list[Loss]:
+    """One loss for each model in the eval `ppl`, in the order of the rows.
+
+    A rate at which a run failed is none to choose, and neither is a model without another.
+    """
+    models: dict[str, dict[float, list[dict[str, Any]]]] = {}
+    text = [row for row in rows if (row["status"], row["eval"]) == ("done", LOSS_EVAL)]
+    last = max((row["slice"] for row in text), key=lambda name: int(name.split("-")[0]), default="")
+    failed = {(model_name(row["run"]), row["lr"]) for row in failed_runs(rows)}
+    for row in text:
+        if row["slice"] == last and (model_name(row["run"]), row["lr"]) not in failed:
+            rates = models.setdefault(model_name(row["run"]), {})
+            rates.setdefault(row["lr"], []).append(row)
+    found = []
+    for model, rates in models.items():
+        seeds = {lr: [row["nll"] for row in of_rate] for lr, of_rate in rates.items()}
+        lr = min(seeds, key=lambda lr: float(np.mean(seeds[lr])))
+        nll, low, high = float(np.mean(seeds[lr])), min(seeds[lr]), max(seeds[lr])
+        found.append(Loss(model, last, lr, nll, low, high, rates[lr][0]))
+    return found
 
 
 def mean_over_slices(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The figures of scripts/report.py, each from the summaries of a sweep."""
+"""What scripts/report.py and scripts/plot.py draw, from the summaries of a sweep."""
 
 import collections
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from fastweights.analysis import Summary
+from fastweights.analysis import Loss, Summary
 
 Rows = Sequence[dict[str, Any]]
 
@@ -24,41 +24,81 @@ def _by(summaries: Sequence[Summary], key: Callable[[Summary], Any]) -> dict[Any
     return dict(found)
 
 
-def _scatter(axes: Axes, summaries: Sequence[Summary], column: str, label: str) -> None:
-    for model, found in _by(summaries, lambda s: s.model).items():
+def model_of(summary: Summary) -> str:
+    return summary.model
+
+
+def pattern_of(summary: Summary) -> str:
+    return summary.row["pattern"]
+
+
+def scores_against(
+    axes: Axes, summaries: Sequence[Summary], column: str, name: Callable[[Summary], str] = model_of
+) -> None:
+    """Scores with their intervals; those of one name are points of one line."""
+    for label, found in _by(summaries, name).items():
+        found = sorted(found, key=lambda s: s.row[column])
         places = [s.row[column] for s in found]
         scores = np.array([s.score for s in found])
         # The mean of equal scores can round to just outside their interval.
         spread = np.maximum(
             [scores - [s.low for s in found], [s.high for s in found] - scores], 0.0
         )
-        axes.errorbar(places, scores, yerr=spread, fmt="o", capsize=3, label=model)
-    axes.set_xlabel(label)
+        axes.errorbar(places, scores, yerr=spread, fmt="o-", capsize=3, label=label)
+    axes.set_ylabel(f"recall, {summaries[0].slice}")
     axes.set_ylim(-0.03, 1.05)
     axes.grid(alpha=0.3)
+    if column == "state_bytes":
+        axes.set_xscale("log")
+        axes.set_xlabel("state of one sequence (bytes)")
+    else:
+        axes.set_xlabel("share of attention layers")
+
+
+def losses_against_attention(axes: Axes, losses: Sequence[Loss]) -> None:
+    """Loss on text; the axis reaches a tenth beyond the values, or noise would look like much."""
+    for loss in losses:
+        spread = [[loss.nll - loss.low], [loss.high - loss.nll]]
+        axes.errorbar(
+            loss.row["attention_share"], loss.nll, yerr=spread, fmt="o", capsize=3, label=loss.model
+        )
+    axes.set_xlabel("share of attention layers")
+    axes.set_ylabel(f"loss on text, tokens {losses[0].slice} (nats)")
+    axes.set_ylim(0.9 * min(s.low for s in losses), 1.1 * max(s.high for s in losses))
+    axes.grid(alpha=0.3)
+
+
+def beside(axes: Axes) -> None:
+    """The legend beside the axes, where long names of models hide nothing."""
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def accuracy_against_state(summaries: Sequence[Summary]) -> Figure:
     """Recall of the hardest slice against the bytes that one sequence is kept in."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    _scatter(axes, summaries, "state_bytes", "state of one sequence (bytes)")
-    axes.set_xscale("log")
-    axes.set_ylabel(f"recall on {summaries[0].slice}")
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    scores_against(axes, summaries, "state_bytes")
+    beside(axes)
     return figure
 
 
 def accuracy_against_attention(summaries: Sequence[Summary]) -> Figure:
     """Recall, and loss at the answers, against the share of attention layers."""
     figure, (recall, loss) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    _scatter(recall, summaries, "attention_share", "share of attention layers")
-    recall.set_ylabel(f"recall on {summaries[0].slice}")
+    scores_against(recall, summaries, "attention_share")
     for summary in summaries:
         loss.plot(summary.row["attention_share"], summary.nll, "o", label=summary.model)
     loss.set_xlabel("share of attention layers")
     loss.set_ylabel("loss at the answers (nats)")
     loss.grid(alpha=0.3)
-    loss.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    beside(loss)
+    return figure
+
+
+def text_loss(losses: Sequence[Loss]) -> Figure:
+    """Loss on held-out text against the share of attention layers."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    losses_against_attention(axes, losses)
+    beside(axes)
     return figure
 
 
@@ -105,7 +145,7 @@ def rate_robustness(summaries: Sequence[Summary]) -> Figure:
     axes.set_xlabel("learning rate")
     axes.set_ylabel(f"recall on {summaries[0].slice}")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    beside(axes)
     return figure
 
 

@@ -5,11 +5,11 @@
 Each model (runs that differ in learning rate and seed alone) stands at the rate of its best mean
 over slices and seeds; the point is the mean over seeds and the bar its 95 % interval over seeds
 and examples; a failed run counts as 0. Models of one pattern and several sizes are joined by a
-line. `--slice mean` draws the mean over all slices of the table.
+line. `--slice mean` draws the mean over all slices of the table. Where the table has losses on text
+too (collect's `--eval recall,ppl`), they stand beside the recall, against the attention share.
 """
 
 import argparse
-import collections
 import pathlib
 from collections.abc import Sequence
 
@@ -17,11 +17,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 import collect
+import figures
 from fastweights import analysis, cli, files
-from fastweights.analysis import Summary
+from fastweights.analysis import Loss, Summary
 from fastweights.errors import check
 
 COLUMNS = (
@@ -42,21 +42,28 @@ def main(argv: list[str] | None = None) -> int:
         "--without", nargs="+", default=(), help="leave out runs whose name has one of these in it"
     )
     args = parser.parse_args(argv)
-    points = read_points(args.table, args.slice, args.without)
-    draw(points, args.out)
+    points, losses = read_points(args.table, args.slice, args.without)
+    draw(points, losses, args.out)
     for point in sorted(points, key=lambda point: -point.score):
         print(
             f"{point.row['pattern']:>9}  share {point.row['attention_share']:.3f}  "
             f"state {point.row['state_bytes']:>9,} B  recall {point.score:.3f} "
             f"({point.low:.3f} to {point.high:.3f}, {point.seeds} seeds, lr {point.lr:g})"
         )
+    for loss in sorted(losses, key=lambda loss: loss.nll):
+        print(
+            f"{loss.row['pattern']:>9}  share {loss.row['attention_share']:.3f}  "
+            f"loss {loss.nll:.4f} ({loss.low:.4f} to {loss.high:.4f}, lr {loss.lr:g})"
+        )
     return 0
 
 
 def read_points(
     table: pathlib.Path, name: str | None = None, without: Sequence[str] = ()
-) -> list[Summary]:
+) -> tuple[list[Summary], list[Loss]]:
     """One summary a model, on the slice `name`, of the runs whose name has none of `without`.
+
+    Beside them the losses on text, if the table has such.
 
     Raises:
       UserError: the table is none of collect's, no run in it finished, no such slice or name, or
@@ -67,6 +74,8 @@ def read_points(
         kept = [row for row in rows if text not in row["run"]]
         check(len(kept) < len(rows), f"--without '{text}' is in no run's name in '{table}'.")
         rows = kept
+    losses = analysis.losses(rows)
+    rows = [row for row in rows if row["eval"] != analysis.LOSS_EVAL]
     done = [row for row in rows if row["status"] == "done"]
     check(
         bool(done),
@@ -95,53 +104,28 @@ def read_points(
             "else they differ in the figure does not show; leave one of them out (--without).",
         )
         spots[spot] = point.model
-    return points
+    return points, losses
 
 
-def draw(points: Sequence[Summary], out: pathlib.Path) -> None:
+def draw(points: Sequence[Summary], losses: Sequence[Loss], out: pathlib.Path) -> None:
     """Recall against state bytes (log), and where no pattern has two sizes against its share."""
-    patterns = collections.defaultdict(list)
-    for point in points:
-        patterns[point.row["pattern"]].append(point)
-    both = all(len(found) == 1 for found in patterns.values())
-    size = (10, 4) if both else (7, 4.5)
-    figure, grid = plt.subplots(
-        1, 1 + both, figsize=size, sharey=True, layout="constrained", squeeze=False
-    )
-    for axes, column in zip(grid[0], ("attention_share", "state_bytes")[1 - both :], strict=True):
-        draw_panel(axes, list(patterns.values()), column)
-    grid[0, 0].set_ylabel(f"recall, {points[0].slice}")
+    columns = ["state_bytes"]
+    if len({figures.pattern_of(point) for point in points}) == len(points):
+        columns.insert(0, "attention_share")
+    count = len(columns) + bool(losses)
+    size = (7, 4.5) if count == 1 else (5 * count, 4)
+    figure, grid = plt.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
+    panels = list(grid[0])
+    if losses:
+        figures.losses_against_attention(panels.pop(1), losses)
+    for axes, column in zip(panels, columns, strict=True):
+        figures.scores_against(axes, points, column, figures.pattern_of)
+        axes.axhline(points[0].row["chance"], color="grey", linestyle=":", label="chance")
+        axes.legend()
     try:
         files.save_figure(figure, out)
     finally:
         plt.close(figure)
-
-
-def draw_panel(axes: Axes, patterns: Sequence[Sequence[Summary]], column: str) -> None:
-    for found in patterns:
-        points = sorted(found, key=lambda point: point.row[column])
-        # The mean of equal scores can round to just outside them; a bar has no negative length.
-        spread = [
-            [max(point.score - point.low, 0.0) for point in points],
-            [max(point.high - point.score, 0.0) for point in points],
-        ]
-        axes.errorbar(
-            [point.row[column] for point in points],
-            [point.score for point in points],
-            yerr=spread,
-            fmt="o-",
-            capsize=3,
-            label=points[0].row["pattern"],
-        )
-    axes.axhline(patterns[0][0].row["chance"], color="grey", linestyle=":", label="chance")
-    if column == "state_bytes":
-        axes.set_xscale("log")
-        axes.set_xlabel("state of one sequence (bytes)")
-    else:
-        axes.set_xlabel("share of attention layers")
-    axes.set_ylim(0, 1.05)
-    axes.legend()
-    axes.grid(alpha=0.3)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes one HTML page on a sweep: tables, figures, failures; nothing in it needs a network.
 
-    python scripts/report.py runs/ratio [--eval recall,length]
+    python scripts/report.py runs/ratio [--eval recall,length,ppl]
     python scripts/report.py runs/ratio monday.csv --out report
 
 With several folders, or CSVs of scripts/collect.py, it is on the runs of all.
@@ -22,11 +22,11 @@ from matplotlib import pyplot as plt
 import collect
 import figures
 from fastweights import analysis, cli, evals, files
-from fastweights.analysis import Summary
+from fastweights.analysis import Loss, Summary
 from fastweights.errors import check
 from fastweights.files import write_atomic
 
-SHOWN = ("recall", "length")
+SHOWN = ("recall", "length", analysis.LOSS_EVAL)
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; }
 table { border-collapse: collapse; margin: 1em 0; }
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "sources", type=pathlib.Path, nargs="+", help="folders of a sweep's runs, or CSVs of them"
     )
-    parser.add_argument("--eval", default="recall", help="recall, length or both, by comma")
+    parser.add_argument("--eval", default="recall", help=f"some of {', '.join(SHOWN)}, by comma")
     parser.add_argument(
         "--out", type=pathlib.Path, help="folder (default: report/ in the first of the sources)"
     )
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     others = [name for name in evals.split_names(args.eval) if name not in SHOWN]
     check(
         not others,
-        f"the report shows the evals {' and '.join(SHOWN)}, not {', '.join(others)}, whose rows "
+        f"the report shows the evals {', '.join(SHOWN)}, not {', '.join(others)}, whose rows "
         "have other columns; gather those with scripts/collect.py.",
     )
     first = args.sources[0]
@@ -109,6 +109,9 @@ def draw(
             drawn[f"{task}: recall by pairs and length"] = figures.heat_maps(found)
         if any(len(s.scores) > 1 for s in top):
             drawn[f"{task}: recall against learning rate"] = figures.rate_robustness(top)
+    losses = analysis.losses(rows)
+    if losses:
+        drawn["loss on text against attention"] = figures.text_loss(losses)
     if any(row.get("steps_to_90") for row in rows):
         drawn["steps to 90 % recall"] = figures.steps_to_threshold(rows, analysis.model_name)
     saved = {}
@@ -128,6 +131,9 @@ def page(
     parts = [f"<h1>{html.escape(name)}</h1>", f'<p class="note">{scale(summaries, rows)}</p>']
     for task, found in tasks_of(summaries).items():
         parts += [f"<h2>{html.escape(task)}</h2>", headline(found)]
+    losses = analysis.losses(rows)
+    if losses:
+        parts += ["<h2>loss on text</h2>", loss_table(losses)]
     for caption, path in pictures.items():
         data = base64.b64encode(path.read_bytes()).decode()
         parts.append(
@@ -193,6 +199,18 @@ def headline(summaries: Sequence[Summary]) -> str:
         )  # fmt: skip
     columns = ["model", "slice", "recall", "95 % interval", "chance", "best cheater", "best lr",
                "robustness", "seeds", "parameters", "state bytes"]  # fmt: skip
+    return table(columns, cells)
+
+
+def loss_table(losses: Sequence[Loss]) -> str:
+    cells = [
+        [
+            s.model, s.slice, f"{s.nll:.4f}", f"{s.low:.4f} to {s.high:.4f}", f"{s.lr:g}",
+            f"{s.row['parameters']:,}", f"{s.row['state_bytes']:,}",
+        ]
+        for s in losses
+    ]  # fmt: skip
+    columns = ["model", "tokens", "loss (nats)", "seeds", "best lr", "parameters", "state bytes"]
     return table(columns, cells)
 
 

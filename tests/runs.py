@@ -115,9 +115,9 @@ def free_port() -> int:
 
 
 def write_table(path: pathlib.Path, *rows: dict[str, object]) -> pathlib.Path:
-    """Rows with the columns of the first as a CSV."""
+    """Rows as a CSV with the columns of all."""
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
         writer.writeheader()
         writer.writerows(rows)
     return path

@@ -1,7 +1,9 @@
 """What scripts/plot.py makes of many runs: one point a model, at its best rate."""
 
 import pytest
+from matplotlib import pyplot as plt
 
+import figures
 import plot
 from fastweights.errors import UserError
 from runs import write_table
@@ -22,7 +24,7 @@ def test_a_model_stands_at_its_best_mean_over_seeds_and_shows_their_spread(tmp_p
     rows.append(row("A", 0.3, 0, 1.0))
     failed = {"status": "failed: not finite", "slice": ""}
     rows += [row("A", 0.3, 1, "", eval=name, **failed) for name in ("recall", "length")]
-    (point,) = plot.read_points(write_table(tmp_path / "table.csv", *rows))
+    (point,), _ = plot.read_points(write_table(tmp_path / "table.csv", *rows))
     assert (point.lr, point.seeds) == (0.2, 2)
     assert (point.low, point.score, point.high) == pytest.approx((0.6, 0.7, 0.8))
 
@@ -37,11 +39,11 @@ def test_the_mean_is_over_the_slices_of_all_evals_without_kinds(tmp_path):
         row("A", 0.2, 0, 1.0),
         row("A", 0.2, 0, 0.2, **longer),
     ]
-    (point,) = plot.read_points(write_table(tmp_path / "table.csv", *rows), "mean")
+    (point,), _ = plot.read_points(write_table(tmp_path / "table.csv", *rows), "mean")
     assert (point.lr, point.score) == (0.1, pytest.approx(0.7))
     # What one sequence is kept in grows with it; told is that of the longest.
     assert point.row["state_bytes"] == 99
-    (point,) = plot.read_points(write_table(tmp_path / "table.csv", *rows), "T64_K9")
+    (point,), _ = plot.read_points(write_table(tmp_path / "table.csv", *rows), "T64_K9")
     assert point.score == pytest.approx(0.2)
 
 
@@ -59,7 +61,7 @@ def test_models_that_the_plot_cannot_tell_apart_are_refused(tmp_path):
     table = write_table(tmp_path / "table.csv", *rows)
     with pytest.raises(UserError, match="'pattern=D' and 'neg=true,pattern=D' have the same"):
         plot.read_points(table)
-    (point,) = plot.read_points(table, without=["neg=true"])
+    (point,), _ = plot.read_points(table, without=["neg=true"])
     assert (point.model, point.score) == ("pattern=D", 1.0)
     with pytest.raises(UserError, match="--without 'width=' is in no run's name"):
         plot.read_points(table, without=["neg=true", "width="])
@@ -71,11 +73,39 @@ def test_sizes_of_one_pattern_are_points_of_one_line(tmp_path):
         row("D", 0.1, 0, recall, run=f"width={bytes_},lr=0.1,seed=0", state_bytes=bytes_)
         for bytes_, recall in sizes.items()
     ]
-    points = plot.read_points(write_table(tmp_path / "table.csv", *rows))
+    points, losses = plot.read_points(write_table(tmp_path / "table.csv", *rows))
     assert {point.row["state_bytes"]: point.score for point in points} == sizes
-    plot.draw(points, tmp_path / "x.png")
-    figure, axes = plot.plt.subplots()
-    plot.draw_panel(axes, [points], "state_bytes")
+    plot.draw(points, losses, tmp_path / "x.png")
+    figure, axes = plt.subplots()
+    figures.scores_against(axes, points, "state_bytes", figures.pattern_of)
     drawn = [line.get_xydata().tolist() for line in axes.get_lines()]
-    plot.plt.close(figure)
+    plt.close(figure)
     assert [[16.0, 0.4], [64.0, 0.9]] in drawn
+
+
+def text_row(pattern, lr, seed, nll, **changes):
+    return {
+        "run": f"task=text,pattern={pattern},lr={lr},seed={seed}", "status": "done", "eval": "ppl",
+        "pattern": pattern, "lr": lr, "seed": seed, "slice": "16-63", "nll": nll,
+        "attention_share": 0.5, "state_bytes": 8,
+    } | changes  # fmt: skip
+
+
+def test_losses_on_text_stand_beside_the_recall(tmp_path):
+    rows = [row("A", 0.1, 0, 0.9)]
+    rows += [text_row("A", 0.1, seed, nll) for seed, nll in enumerate((1.5, 1.7))]
+    # Behind more tokens the loss is another; a rate at which a seed failed is none to choose.
+    rows += [text_row("A", 0.1, 0, 1.1, slice="4-15"), text_row("A", 0.2, 0, 1.0)]
+    rows += [text_row("A", 0.3, 0, 2.0), text_row("A", 0.2, 1, "", status="failed: no", slice="")]
+    points, losses = plot.read_points(write_table(tmp_path / "table.csv", *rows))
+    assert [point.model for point in points] == ["pattern=A"]
+    (loss,) = losses
+    assert (loss.lr, loss.slice, loss.model) == (0.1, "16-63", "task=text,pattern=A")
+    assert (loss.low, loss.nll, loss.high) == pytest.approx((1.5, 1.6, 1.7))
+    plot.draw(points, losses, tmp_path / "x.png")
+    figure, axes = plt.subplots()
+    figures.losses_against_attention(axes, losses)
+    (line,) = axes.get_lines()[:1]
+    assert line.get_xydata().tolist() == [[0.5, loss.nll]]
+    assert axes.get_ylim() == pytest.approx((1.35, 1.87))
+    plt.close(figure)

@@ -122,6 +122,23 @@ def test_the_report_of_a_csv_is_that_of_the_runs(swept, tmp_path, capsys):
         report.main([str(table)])
 
 
+def test_the_report_tells_losses_on_text(swept, tmp_path, capsys):
+    folder, *_ = swept
+    collect.main([str(folder / "runs")])
+    table = tmp_path / "runs.csv"
+    table.write_text(capsys.readouterr().out)
+    rows = collect.read_rows(table)
+    text = {"run": "task=text,lr=0.1,seed=0", "status": "done", "eval": "ppl", "slice": "16-63",
+            "nll": 1.25, "lr": 0.1, "seed": 0, "attention_share": 0.5, "parameters": 7,
+            "state_bytes": 8}  # fmt: skip
+    with table.open("w", newline="") as file:
+        collect.write_rows([*rows, text], file)
+    report.main([str(table), "--eval", "recall,ppl", "--out", str(tmp_path / "page")])
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert "<td>task=text</td><td>16-63</td><td>1.2500</td>" in page
+    assert "<h3>loss on text against attention</h3>" in page and page.count("<img") == 5
+
+
 def test_the_report_wants_a_finished_run(tmp_path):
     with pytest.raises(UserError, match="holds no run"):
         report.main([str(tmp_path)])
@@ -130,7 +147,7 @@ def test_the_report_wants_a_finished_run(tmp_path):
     run_folder.mark_failed(folder, "no GPU")
     with pytest.raises(UserError, match=r"with recall in the eval recall .failed: no GPU"):
         report.main([str(tmp_path)])
-    with pytest.raises(UserError, match=r"shows the evals recall and length, not age, ppl, whose"):
+    with pytest.raises(UserError, match=r"shows the evals recall, length, ppl, not age, whose"):
         report.main([str(tmp_path), "--eval", "recall,age,ppl"])
 
 
