@@ -17,8 +17,8 @@ check_fits = recall.check_fits
 def evaluate(context: Context, params: Any) -> Result:
     """The rows of `recall` for the whole model, without its attention and without its memories.
 
-    A silenced layer adds nothing to the residual stream. Kinds that the model has none of, or
-    nothing but, are left out.
+    A silenced layer adds nothing to the residual stream; rows of a model that lacks some are named
+    "slice/without attention". Kinds that the model has none of, or nothing but, are left out.
     """
     letters = set(context.config.model.layout.letters)
     silenced = {
@@ -32,7 +32,8 @@ def evaluate(context: Context, params: Any) -> Result:
             continue
         found = recall.evaluate(context, silence(context.config.model, params, those))
         metrics[f"without_{name}"] = found.metrics["mean"]
-        rows += [{"slice": row["slice"], "without": name, **row} for row in found.rows]
+        of = f"/without {name}" if those else ""
+        rows += [row | {"slice": row["slice"] + of} for row in found.rows]
     return Result(metrics, rows)
 
 
