@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -61,6 +62,8 @@ class Order:
       runs, other: how the runs' names begin, of the better and of the worse.
       slice, source, eval: as in `Claim`.
       by: how much better at least; below 0 for one that is as good up to that much.
+      apart: how much better at most, for a claim that the two are alike.
+      least: what the better recalls at least; two that learnt nothing are as good as each other.
       measure: "recall", or "nll", of which less is better.
     """
 
@@ -71,8 +74,15 @@ class Order:
     source: str = ""
     eval: str = "recall"
     measure: str = "recall"
+    apart: float = math.inf
+    least: float = 0.0
 
     def __post_init__(self):
+        check(
+            self.by <= self.apart,
+            f"the order of '{self.runs}' and '{self.other}' wants {self.by} to {self.apart}; give "
+            "a range.",
+        )
         check(
             self.measure in ("recall", "nll"),
             f"the order of '{self.runs}' and '{self.other}' is by '{self.measure}'; give recall or "
@@ -81,7 +91,9 @@ class Order:
 
     @property
     def expected(self) -> str:
-        return f"{self.measure} better than {self.other} by {self.by:g}"
+        most = f" to {self.apart:g}" if self.apart < math.inf else ""
+        floor = f", and >= {self.least:g}" if self.least else ""
+        return f"{self.measure} better than {self.other} by {self.by:g}{most}{floor}"
 
 
 def published(runs: str, slice: str, value: float, *, within: float, source: str) -> Claim:
@@ -136,7 +148,8 @@ def judge(claim: Claim | Order, rows: Sequence[dict[str, Any]]) -> Verdict:
     mean, other = float(np.mean(scores)), float(np.mean(others))
     gain = mean - other if claim.measure == "recall" else other - mean
     note = f"{mean:.3f} against {other:.3f}"
-    return Verdict(claim, tuple(scores), chance, gain >= claim.by, note)
+    holds = claim.by <= gain <= claim.apart and (claim.measure != "recall" or mean >= claim.least)
+    return Verdict(claim, tuple(scores), chance, holds, note)
 
 
 def _scores(

@@ -6,7 +6,8 @@
 The second trains nothing: it judges runs that were made elsewhere, folders of them or CSVs of
 scripts/collect.py. Started again the first goes on where it stopped. The table goes to the terminal
 and, once every run has ended, with hardware, commit and date to the end of
-results/REPRODUCTIONS.md. The exit code is 1 unless all claims hold.
+results/REPRODUCTIONS.md; of runs made elsewhere, with what --made tells of that. The exit code is 1
+unless all claims hold.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from fastweights.training import run_folder
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs" / "recall"
 NOTES = ROOT / "results" / "REPRODUCTIONS.md"
+NOT_RUN = "was not run"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--workdir", type=pathlib.Path, help="folder of the runs")
     where.add_argument("--rows", type=pathlib.Path, nargs="+", help="judge these, train nothing")
+    parser.add_argument("--made", help="with --rows: date, hardware, commit, to note the table")
     parser.add_argument("--jobs", type=int, default=1, help="processes at the same time")
     parser.add_argument(
         "--notes", type=pathlib.Path, default=NOTES, help="file to add the table to"
@@ -56,12 +59,13 @@ def main(argv: list[str] | None = None) -> int:
             not overrides, f"--rows judges what is there and takes no overrides, got {overrides}."
         )
         rows = collect.gather(args.rows, ",".join(names))
-        rows += not_run(rows, sweeps.read_points(str(path), []), names)
     else:
+        check(not args.made, f"--made '{args.made}' goes with --rows; this run tells by itself.")
         fields = [f"--config.{field}" for field in overrides]
         command = ["--config", str(path), "--workdir", str(args.workdir), "--jobs", str(args.jobs)]
         sweep.main([*command, *fields])
         rows = collect.collect(args.workdir, ",".join(names))
+    rows += not_run(rows, sweeps.read_points(str(path), overrides), names)
     seconds = time.perf_counter() - started
     if config_lib.defines(str(path), "measurements"):
         rows += config_lib.call_config_file(str(path), "measurements", pass_arg=False)
@@ -69,11 +73,12 @@ def main(argv: list[str] | None = None) -> int:
     show(verdicts)
     held = sum(verdict.holds for verdict in verdicts)
     print(f"{held} of {len(verdicts)} claims hold ({seconds:.0f} s in this start)")
-    unfinished = any(row["status"].startswith("unfinished") for row in rows)
-    if not (args.rows or overrides or unfinished):
+    lacking = ("unfinished", NOT_RUN)
+    ended = not any(row["status"].startswith(lacking) for row in rows)
+    if args.made or (ended and not (args.rows or overrides)):
         args.notes.parent.mkdir(parents=True, exist_ok=True)
         with args.notes.open("a") as file:
-            file.write(markdown(args.name, verdicts, rows))
+            file.write(markdown(args.name, verdicts, rows, args.made or here()))
         print(f"noted in {args.notes}")
     return 0 if held == len(verdicts) else 1
 
@@ -85,9 +90,7 @@ def not_run(
     there = {row["run"].rsplit("/", 1)[-1] for row in rows}
     missing = [point.name for point in points if point.name not in there]
     print(f"{len(points) - len(missing)} of {len(points)} runs are there")
-    return [
-        {"run": run, "status": "was not run", "eval": name} for run in missing for name in names
-    ]
+    return [{"run": run, "status": NOT_RUN, "eval": name} for run in missing for name in names]
 
 
 def show(verdicts: list[Verdict]) -> None:
@@ -110,18 +113,26 @@ def scores(verdict: Verdict) -> str:
     return verdict.note or " ".join(f"{score:.3f}" for score in verdict.scores)
 
 
-def markdown(name: str, verdicts: list[Verdict], rows: list[dict]) -> str:
-    """A section for the notes: where, when and what."""
+def here() -> str:
+    """Date, hardware and versions of this machine."""
     device = jax.devices()[0]
     where = (
         f"{jax.device_count()} x {device.device_kind}"
         if device.platform != "cpu"
         else (f"{os.cpu_count()} CPU cores ({platform.machine()})")
     )
+    return (
+        f"{time.strftime('%Y-%m-%d')}, {where}, commit {run_folder.git_commit()}, jax "
+        f"{jax.__version__}"
+    )
+
+
+def markdown(name: str, verdicts: list[Verdict], rows: list[dict], made: str) -> str:
+    """A section for the notes."""
+    rows = [row for row in rows if row["status"] != NOT_RUN]
     training = sum({row["run"]: float(row.get("seconds") or 0.0) for row in rows}.values())
     lines = [
-        f"\n## {name}: {time.strftime('%Y-%m-%d')}, {where}, commit {run_folder.git_commit()}, "
-        f"jax {jax.__version__}\n",
+        f"\n## {name}: {made}\n",
         f"{sum(v.holds for v in verdicts)} of {len(verdicts)} claims hold; "
         f"{len({row['run'] for row in rows})} runs, {training:,.0f} s of training in all.\n",
         "| runs | slice | chance | expected | found (one a seed) | holds | source |",

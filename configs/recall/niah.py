@@ -70,14 +70,15 @@ def sweep():
 
 
 def claims():
-    def order(variant: str, length: int, better: str, worse: str, by: float) -> Order:
+    def order(variant: str, length: int, better: str, worse: str, by: float, **more) -> Order:
         runs = (f"variant={variant},mixer={mixer}" for mixer in (better, worse))
-        return Order(*runs, slice=f"T{length}_K1", by=by, source=GDN, eval="length")
+        return Order(*runs, slice=f"T{length}_K1", by=by, source=GDN, eval="length", **more)
 
-    yield order("single_1", 2048, "D", "G", -0.02)
+    yield order("single_1", 2048, "D", "G", -0.02, least=0.5)
     yield order("single_1", 2048, "G", "N", 0.02)
     for variant in ("single_2", "single_3"):
         yield order(variant, 1024, "G", "D", 0.02)
         yield order(variant, 1024, "G", "N", 0.02)
     for variant in VARIANTS:
-        yield order(variant, 1024, "GGGA", "G", -0.02)
+        for other in MIXERS[:-1]:
+            yield order(variant, 1024, "GGGA", other, -0.02, least=0.5)

@@ -9,15 +9,17 @@ from fastweights.evals.forward import Context
 from fastweights.evals.result import Result
 from fastweights.model import ModelConfig
 from fastweights.pattern import ATTENTION_LETTERS
+from fastweights.tasks import eval_slices
 from fastweights.training.optim import path_names
 
 check_fits = recall.check_fits
 
 
 def evaluate(context: Context, params: Any) -> Result:
-    """The rows of `recall` for the whole model, without its attention and without its memories.
+    """Recall of the whole model, without its attention and without its memories.
 
-    A silenced layer adds nothing to the residual stream; rows of a model that lacks some are named
+    On all test slices, those longer than a training row among them. A silenced
+    layer adds nothing to the residual stream; rows of a model that lacks some are named
     "slice/without attention". Kinds that the model has none of, or nothing but, are left out.
     """
     letters = set(context.config.model.layout.letters)
@@ -30,10 +32,11 @@ def evaluate(context: Context, params: Any) -> Result:
     for name, those in silenced.items():
         if those == letters or (name != "none" and not those):
             continue
-        found = recall.evaluate(context, silence(context.config.model, params, those))
-        metrics[f"without_{name}"] = found.metrics["mean"]
+        changed = silence(context.config.model, params, those)
+        found = recall.score_slices(context, changed, eval_slices(context.config.data.task))
+        metrics[f"without_{name}"] = recall.mean_recall(found)
         of = f"/without {name}" if those else ""
-        rows += [row | {"slice": row["slice"] + of} for row in found.rows]
+        rows += [row | {"slice": row["slice"] + of} for row in found]
     return Result(metrics, rows)
 
 

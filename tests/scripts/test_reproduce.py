@@ -10,6 +10,7 @@ import reproduce
 from fastweights import config as config_lib
 from fastweights import sweeps
 from fastweights.errors import UserError
+from fastweights.evals import perplexity
 from fastweights.probe import memory_probe
 from fastweights.reproduction import Claim, Order, judge, mean_of_slices, published
 from fastweights.tasks import eval_slices
@@ -57,6 +58,12 @@ def test_a_claim_is_judged_at_the_rate_of_the_best_mean(claim, holds):
          "1.000 against 1.250"),
         (Order("task=a,layers=G", "task=a,layers=L", "T8_K2", 0.0, measure="nll"), False,
          "1.250 against 1.000"),
+        (Order("task=a,layers=G", "task=a,layers=L", "T8_K2", 0.1, apart=0.31), True,
+         "0.800 against 0.500"),
+        (Order("task=a,layers=G", "task=a,layers=L", "T8_K2", 0.1, apart=0.29), False,
+         "0.800 against 0.500"),
+        (Order("task=a,layers=G", "task=a,layers=L", "T8_K2", least=0.81), False,
+         "0.800 against 0.500"),
         (Order("task=a,layers=G", "task=a,layers=S", "T8_K2"), False, "no such run"),
     ],
 )  # fmt: skip
@@ -112,24 +119,27 @@ def test_a_mean_is_over_slices_of_all_evals_and_leaves_kinds_out():
 def test_the_notes_tell_claims_scores_and_place():
     verdicts = [judge(Claim("task=a,layers=G", "T8_K2", low=low, source="us"), ROWS)
                 for low in (0.5, 0.8)]  # fmt: skip
-    text = reproduce.markdown("tiny", verdicts, [row | {"seconds": 2.5} for row in ROWS])
+    rows = [row | {"seconds": 2.5} for row in ROWS]
+    text = reproduce.markdown("tiny", verdicts, rows, reproduce.here())
     assert "1 of 2 claims hold; 4 runs, 10 s of training" in text
     assert "| task=a,layers=G | T8_K2 | 0.500 | >= 0.8 | 0.900 0.700 | **no** | us |" in text
 
 
 def rows_of(point):
-    """What a run of the point would leave, every score 1."""
+    """What a run of the point would leave, of each eval the slices it scores: those of guesses."""
     config = point.config
-    if config.data.kind == "text":
-        parts = {f"0-{config.data.length - 1}": 0.0, "256-511": 0.0}
+    data = config.data
+    if data.kind == "text":
+        parts = perplexity.by_position(np.ones(data.length), np.ones(data.length, int))
+        rows = [part | {"eval": "ppl"} for part in parts]
     else:
-        parts = {part.name: part.chance for part in eval_slices(config.data.task)}
-    return [
-        {"run": point.name, "status": "done", "eval": eval_name, "slice": name, "nll": 1.0,
-         "lr": config.optim.lr, "seed": config.seed, "recall": 1.0, "chance": chance}
-        for name, chance in parts.items()
-        for eval_name in config.eval.final.split(",")
-    ]  # fmt: skip
+        rows = [
+            {"eval": "length" if part.length > data.length else "recall", "slice": part.name,
+             "chance": part.chance, "recall": part.chance}
+            for part in eval_slices(data.task)
+        ]  # fmt: skip
+    common = {"run": point.name, "status": "done", "lr": config.optim.lr, "seed": config.seed}
+    return [common | row for row in rows if row["eval"] in config.eval.final.split(",")]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,6 +152,8 @@ def test_every_claim_is_on_runs_that_its_sweep_makes(tmp_path, name):
         if not verdict.claim.runs.startswith("probe="):
             assert verdict.scores, (verdict.claim, verdict.note)
             assert verdict.claim.source
+            # But for what small models are said not to learn, no claim is one of guesses.
+            assert name == "cpu" or verdict.claim.measure == "nll" or not verdict.holds
     # Seeds and rates of a model are one program.
     units = sweeps.plan(tmp_path, points, 16)
     alone = [unit for unit in units if len(unit.points) == 1]
@@ -199,7 +211,9 @@ def test_the_probe_names_bad_options(options, told):
         memory_probe(**options, key_dim=8)
 
 
-def test_rows_made_elsewhere_are_judged_and_nothing_is_trained(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def points(tmp_path, monkeypatch):
+    """The points of a reproduction "mine", one a row of ROWS, and its one claim."""
     source = (
         "from fastweights.reproduction import Claim\n"
         "def claims():\n    yield Claim('task=a,layers=G', 'T8_K2', low=0.75)\n"
@@ -208,6 +222,25 @@ def test_rows_made_elsewhere_are_judged_and_nothing_is_trained(tmp_path, monkeyp
     monkeypatch.setattr(reproduce.sweeps, "read_points", lambda *_: points)
     (tmp_path / "mine.py").write_text(source)
     monkeypatch.setattr(reproduce, "CONFIGS", tmp_path)
+    return points
+
+
+def test_a_run_that_left_nothing_speaks_against_a_claim(points, tmp_path, monkeypatch):
+    """As one does that was killed before it had a folder."""
+    monkeypatch.setattr(reproduce.sweep, "main", lambda argv: 1)
+    monkeypatch.setattr(reproduce.collect, "collect", lambda *_: ROWS[:1])
+    notes = tmp_path / "notes.md"
+    command = ["mine", "--notes", str(notes), "--workdir", str(tmp_path)]
+    assert reproduce.main(command) == 1 and not notes.exists()
+    del points[1:]
+    assert reproduce.main(command) == 0 and "1 of 1 claims hold" in notes.read_text()
+    with pytest.raises(UserError, match="--made 'now' goes with --rows"):
+        reproduce.main([*command, "--made", "now"])
+
+
+def test_rows_made_elsewhere_are_judged_and_nothing_is_trained(
+    points, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(reproduce.sweep, "main", lambda argv: pytest.fail("runs"))
     tables = [tmp_path / "a.csv", tmp_path / "b.csv"]
     for table, found in zip(tables, (ROWS, ROWS[:1]), strict=True):
@@ -222,8 +255,10 @@ def test_rows_made_elsewhere_are_judged_and_nothing_is_trained(tmp_path, monkeyp
     assert "1 of 4 runs are there" in capsys.readouterr().out
     del points[1:]
     assert reproduce.main([*command, str(tables[1])]) == 0
-    # Where the runs were made is not known here.
+    # Where the runs were made is not known here, unless it is told.
     assert not notes.exists()
+    assert reproduce.main([*command, str(tables[1]), "--made", "2026, one TPU"]) == 0
+    assert notes.read_text().startswith("\n## mine: 2026, one TPU\n\n1 of 1 claims hold; 1 runs,")
 
 
 def test_mistakes_are_named():
