@@ -98,7 +98,7 @@ def get_config(arg: str | None = None) -> ConfigDict:
 
 
 def _word_problem(config: ConfigDict, *, two: bool) -> None:
-    """As configs/state_tracking.py: one layer whose writes depend on the token alone."""
+    """As state_tracking.py: one layer whose writes depend on the token alone."""
     config.steps = 600
     config.eval.stop_at = 0.0
     config.eval.final = "recall,length"

@@ -152,13 +152,14 @@ def test_every_claim_is_on_runs_that_its_sweep_makes(tmp_path, name):
         if not verdict.claim.runs.startswith("probe="):
             assert verdict.scores, (verdict.claim, verdict.note)
             assert verdict.claim.source
-            # But for what small models are said not to learn, no claim is one of guesses.
-            assert name == "cpu" or verdict.claim.measure == "nll" or not verdict.holds
+            # But for what a model is said not to learn, guesses meet no claim.
+            fails = isinstance(verdict.claim, Claim) and verdict.claim.low == 0
+            assert fails or verdict.claim.measure == "nll" or not verdict.holds, verdict.claim
     # Seeds and rates of a model are one program.
     units = sweeps.plan(tmp_path, points, 16)
     alone = [unit for unit in units if len(unit.points) == 1]
     models = {point.name.partition(",lr=")[0] for point in points}
-    if name not in ("cpu", "zoology"):
+    if name not in ("cpu", "state_tracking", "zoology"):
         assert {unit.points[0].config.data.kind for unit in alone} <= {"text"}
         assert len(units) - len(alone) == sum("task=text" not in model for model in models)
 
