@@ -16,6 +16,7 @@ import csv
 import json
 import math
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, TextIO
@@ -35,6 +36,11 @@ WHOLE_NUMBERS = ("parameters", "state_bytes", "seed", "step", "length", "pairs",
 NUMBERS = (
     "attention_share", "lr", "seconds", "recall", "error", "whole", "chance", "cheater", "nll",
 )  # fmt: skip
+
+# What a plot takes from finished rows, by eval; other evals have columns of their own.
+COMMON = ("slice", "lr", "seed", "attention_share", "state_bytes")
+SCORED = (*COMMON, "length", "pairs", "recall", "chance")
+NEEDED = {"recall": SCORED, "length": SCORED, analysis.LOSS_EVAL: (*COMMON, "nll")}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,14 +107,14 @@ def read_rows(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dic
 
     Raises:
       UserError: no such file, no CSV, no rows, one of `columns` is missing, a row says nothing of
-        its run, or a cell of a column of numbers is no finite one.
+        its run, or a cell of a column of numbers is no finite one or one that can't be.
     """
     check(
         table.exists(),
         f"'{table}' does not exist; check the path, or make a table with scripts/collect.py.",
     )
     try:
-        with table.open(encoding="utf-8", newline="") as lines:
+        with table.open(encoding="utf-8-sig", newline="") as lines:
             rows = list(csv.DictReader(lines, restval=""))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
@@ -142,9 +148,44 @@ def read_rows(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dic
             f"{'whole' if whole else 'finite'} number; leave its rows out, or make the table again "
             "with scripts/collect.py.",
         )
+        check(
+            (name != "recall" or 0 <= value <= 1)
+            and (name != "state_bytes" or value > 0 or not row.get("recall")),
+            f"'{table}': run '{row['run']}' has {name} '{row[name]}', which is "
+            f"{'outside 0 to 1' if name == 'recall' else 'not above 0'}; leave its rows out, or "
+            "make the table again with scripts/collect.py.",
+        )
         return int(value) if whole else value
 
     return [{name: cell(row, name) for name in COLUMNS if row.get(name)} for row in rows]
+
+
+def check_cells(table: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Checks that rows of a CSV have what a plot takes from those of their status and eval.
+
+    Raises:
+      UserError: a finished row lacks one or is of text and of no range of positions, or one of a
+        failed run has a rate and no seed.
+    """
+    for row in rows:
+        done = row["status"] == "done"
+        needed = NEEDED.get(row["eval"], ()) if done else ()
+        if row["status"].startswith("failed") and "lr" in row:
+            needed = ("seed",)
+        lacking = [name for name in needed if name not in row]
+        check(
+            not lacking,
+            f"'{table}': run '{row['run']}' has no {', '.join(lacking)} in a row of the eval "
+            f"{row['eval']}; leave its rows out, or make the table again with scripts/collect.py.",
+        )
+        check(
+            not done
+            or row["eval"] != analysis.LOSS_EVAL
+            or re.fullmatch(r"\d+-\d+", row["slice"]) is not None,
+            f"'{table}': run '{row['run']}' has the slice '{row.get('slice')}' in the eval "
+            f"{row['eval']}, which is no range such as 256-511; leave its rows out, or make the "
+            "table again with scripts/collect.py.",
+        )
 
 
 def name_of(folder: pathlib.Path, run: pathlib.Path) -> str:

@@ -74,9 +74,16 @@ def read_points(
         kept = [row for row in rows if text not in row["run"]]
         check(len(kept) < len(rows), f"--without '{text}' is in no run's name in '{table}'.")
         rows = kept
+    check(bool(rows), f"--without leaves no run of '{table}'; leave fewer out.")
+    collect.check_cells(table, rows)
     losses = analysis.losses(rows)
     rows = [row for row in rows if row["eval"] != analysis.LOSS_EVAL]
     done = [row for row in rows if row["status"] == "done"]
+    check(
+        bool(done) or not losses,
+        f"'{table}' has losses on text and no recall; gather both with scripts/collect.py --eval "
+        "recall,ppl.",
+    )
     check(
         bool(done),
         f"'{table}' has no finished run (no row of status 'done'); see its status column.",

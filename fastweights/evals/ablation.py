@@ -28,12 +28,13 @@ def evaluate(context: Context, params: Any) -> Result:
         "attention": letters & ATTENTION_LETTERS,
         "memory": letters - ATTENTION_LETTERS,
     }
+    slices = list(eval_slices(context.config.data.task))
     rows, metrics = [], {}
     for name, those in silenced.items():
         if those == letters or (name != "none" and not those):
             continue
         changed = silence(context.config.model, params, those)
-        found = recall.score_slices(context, changed, eval_slices(context.config.data.task))
+        found = recall.score_slices(context, changed, slices)
         metrics[f"without_{name}"] = recall.mean_recall(found)
         of = f"/without {name}" if those else ""
         rows += [row | {"slice": row["slice"] + of} for row in found]

@@ -82,6 +82,8 @@ def test_of_a_run_in_two_sources_the_later_one_counts(tmp_path, capsys):
     ("changes", "told"),
     [
         ({"recall": "high"}, "run 'a' has recall 'high', which is no finite number"),
+        ({"recall": "1.5"}, "run 'a' has recall '1.5', which is outside 0 to 1"),
+        ({"recall": "1", "state_bytes": "0"}, "run 'a' has state_bytes '0', which is not above 0"),
         ({"seed": "0.5"}, "run 'a' has seed '0.5', which is no whole number"),
         ({"eval": "length"}, "has no row of the eval recall"),
         ({"status": ""}, "has a row of run 'a' without status"),
@@ -141,3 +143,33 @@ def test_equal_scores_whose_mean_rounds_outside_them_are_drawn(tmp_path):
     table = write_table(tmp_path / "table.csv", *(CELLS | {"seed": seed} for seed in "012"))
     plot.main([str(table), "--out", str(tmp_path / "x.png")])
     assert (tmp_path / "x.png").is_file()
+
+
+TEXT = CELLS | {"eval": "ppl", "slice": "256-511", "nll": "1.5"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, "has losses on text and no recall"),
+        ({"slice": "all"}, "has the slice 'all' in the eval ppl, which is no range"),
+        ({"nll": ""}, "run 'a' has no nll in a row of the eval ppl"),
+        ({"status": "failed: no", "seed": ""}, "run 'a' has no seed in a row of the eval ppl"),
+        ({"lr": "", "seed": ""}, "run 'a' has no lr, seed in a row of the eval ppl"),
+    ],
+)
+def test_a_row_on_text_is_checked(tmp_path, changes, told):
+    with pytest.raises(UserError, match=told):
+        plot.read_points(write_table(tmp_path / "table.csv", TEXT | changes))
+
+
+def test_a_table_that_excel_saved_is_read(tmp_path):
+    table = write_table(tmp_path / "table.csv", CELLS)
+    table.write_text(table.read_text(), encoding="utf-8-sig")
+    (point,), _ = plot.read_points(table)
+    assert point.score == 0.1
+
+
+def test_to_leave_out_every_run_is_told(tmp_path):
+    with pytest.raises(UserError, match="--without leaves no run"):
+        plot.read_points(write_table(tmp_path / "table.csv", CELLS), without=["a"])
