@@ -158,11 +158,12 @@ def page(
 def scale(summaries: Sequence[Summary], rows: list[dict[str, Any]]) -> str:
     """What was compared, and in what the models were made equal."""
     runs = {row["run"] for row in rows}
-    matched = sorted({s.row.get("matched") or "" for s in summaries} - {""})
+    matched = sorted({s.row.get("matched") or "" for s in summaries})
+    # Two sweeps side by side may have been made equal in different things, or one of them alone.
     equal = (
-        f"made equal in {', '.join(matched)}"
-        if matched
-        else ("not made equal in parameters or state")
+        f"made equal in {matched[0]}"
+        if len(matched) == 1 and matched[0]
+        else "not made equal in parameters or state"
     )
     rates = sorted({len(s.scores) for s in summaries})
     seeds = sorted({s.seeds for s in summaries})
@@ -172,7 +173,12 @@ def scale(summaries: Sequence[Summary], rows: list[dict[str, Any]]) -> str:
         else ""
     )
     failed = {row["run"] for row in analysis.failed_runs(rows)}
-    zero = f" {len(failed)} of them failed and count as a recall of 0." if failed else ""
+    shown = {s.model for s in summaries}
+    counted = [run for run in failed if analysis.model_name(run) in shown]
+    zero = f" {len(counted)} of them failed and count as a recall of 0." if counted else ""
+    lost = sorted({analysis.model_name(run) for run in failed} - shown)
+    if lost:
+        zero += f" All runs of {', '.join(lost)} failed, so the tables leave these models out."
     return (
         f"{len(runs)} runs; models {equal}; {'/'.join(map(str, rates))} learning rates, "
         f"{'/'.join(map(str, seeds))} seeds a model.{zero}{few}"

@@ -13,8 +13,8 @@ import plot
 import report
 import sweep
 import train_group
+from fastweights import analysis, launching, sweeps
 from fastweights import config as config_lib
-from fastweights import launching, sweeps
 from fastweights.errors import UserError
 from fastweights.training import run_folder
 from runs import ROOT, kill_at_step, run, start
@@ -120,6 +120,21 @@ def test_the_report_of_a_csv_is_that_of_the_runs(swept, tmp_path, capsys):
     assert pages[0] == pages[1]
     with pytest.raises(UserError, match=r"runs\.csv' is no folder, so say where"):
         report.main([str(table)])
+
+
+def test_the_report_tells_what_was_made_equal_and_which_models_are_lost():
+    def found(matched, run="a,lr=0.1,seed=0", status="done"):
+        return {"run": run, "status": status, "eval": "recall", "slice": "T8_K2", "lr": 0.1,
+                "seed": 0, "recall": 0.5, "matched": matched}  # fmt: skip
+
+    def told(*rows):
+        return report.scale(analysis.summarise(rows), list(rows))
+
+    lost = found("", "c,lr=0.1,seed=0", "failed: not finite")
+    assert "models made equal in state;" in told(found("state"))
+    assert "not made equal" in told(found("state"), found("", "b,lr=0.1,seed=0"))
+    assert "All runs of c failed, so the tables leave" in told(found(""), lost)
+    assert "count as a recall of 0" not in told(found(""), lost)
 
 
 def test_the_report_tells_losses_on_text(swept, tmp_path, capsys):
