@@ -18,7 +18,7 @@ import math
 import pathlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from fastweights import analysis, cli, evals, flops, pattern
@@ -37,10 +37,11 @@ NUMBERS = (
     "attention_share", "lr", "seconds", "recall", "error", "whole", "chance", "cheater", "nll",
 )  # fmt: skip
 
-# What a plot takes from finished rows, by eval; other evals have columns of their own.
-COMMON = ("slice", "lr", "seed", "attention_share", "state_bytes")
-SCORED = (*COMMON, "length", "pairs", "recall", "chance")
-NEEDED = {"recall": SCORED, "length": SCORED, analysis.LOSS_EVAL: (*COMMON, "nll")}
+# What finished rows of an eval must have to be judged; other evals have columns of their own.
+RUN = ("slice", "lr", "seed")
+JUDGED = {
+    "recall": (*RUN, "recall"), "length": (*RUN, "recall"), analysis.LOSS_EVAL: (*RUN, "nll"),
+}  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,17 +72,22 @@ def collect(folder: pathlib.Path, names: str) -> list[dict[str, Any]]:
     return [row for run in runs for name in found for row in run_rows_or_cause(folder, run, name)]
 
 
-def gather(sources: Sequence[pathlib.Path], names: str) -> list[dict[str, Any]]:
+def gather(
+    sources: Sequence[pathlib.Path], names: str, needed: Mapping[str, Sequence[str]] = JUDGED
+) -> list[dict[str, Any]]:
     """The rows of folders and of CSVs; a run's are those of the last source that has the run.
 
     Raises:
-      UserError: a source that is neither, or that holds nothing of these evals.
+      UserError: a source that is neither, or that holds nothing of these evals, or a row of a CSV
+        without what is `needed` of its eval.
     """
     runs: dict[str, list[dict[str, Any]]] = {}
     wanted = evals.split_names(names)
     for source in sources:
         rows = collect(source, names) if source.is_dir() else read_rows(source)
         rows = [row for row in rows if row["eval"] in wanted]
+        if not source.is_dir():
+            check_cells(source, rows, needed)
         absent = [name for name in wanted if all(row["eval"] != name for row in rows)]
         check(
             not absent,
@@ -160,8 +166,10 @@ def read_rows(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dic
     return [{name: cell(row, name) for name in COLUMNS if row.get(name)} for row in rows]
 
 
-def check_cells(table: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Checks that rows of a CSV have what a plot takes from those of their status and eval.
+def check_cells(
+    table: pathlib.Path, rows: Sequence[dict[str, Any]], needed: Mapping[str, Sequence[str]]
+) -> None:
+    """Checks that rows of a CSV have what is needed of their eval.
 
     Raises:
       UserError: a finished row lacks one or is of text and of no range of positions, or one of a
@@ -169,10 +177,10 @@ def check_cells(table: pathlib.Path, rows: Sequence[dict[str, Any]]) -> None:
     """
     for row in rows:
         done = row["status"] == "done"
-        needed = NEEDED.get(row["eval"], ()) if done else ()
+        cells = needed.get(row["eval"], ()) if done else ()
         if row["status"].startswith("failed") and "lr" in row:
-            needed = ("seed",)
-        lacking = [name for name in needed if name not in row]
+            cells = ("seed",)
+        lacking = [name for name in cells if name not in row]
         check(
             not lacking,
             f"'{table}': run '{row['run']}' has no {', '.join(lacking)} in a row of the eval "

@@ -28,6 +28,12 @@ COLUMNS = (
     "run", "status", "pattern", "eval", "slice", "pairs", "length", "lr", "seed", "recall",
     "attention_share", "state_bytes", "chance",
 )  # fmt: skip
+PLACE = ("attention_share", "state_bytes")
+SCORED = (*collect.JUDGED["recall"], *PLACE, "pattern", "length", "pairs", "chance")
+DRAWN = {
+    "recall": SCORED, "length": SCORED,
+    analysis.LOSS_EVAL: (*collect.JUDGED[analysis.LOSS_EVAL], *PLACE),
+}  # fmt: skip
 MEAN = "mean"
 
 
@@ -75,7 +81,7 @@ def read_points(
         check(len(kept) < len(rows), f"--without '{text}' is in no run's name in '{table}'.")
         rows = kept
     check(bool(rows), f"--without leaves no run of '{table}'; leave fewer out.")
-    collect.check_cells(table, rows)
+    collect.check_cells(table, rows, DRAWN)
     losses = analysis.losses(rows)
     rows = [row for row in rows if row["eval"] != analysis.LOSS_EVAL]
     done = [row for row in rows if row["status"] == "done"]
@@ -88,13 +94,6 @@ def read_points(
         bool(done),
         f"'{table}' has no finished run (no row of status 'done'); see its status column.",
     )
-    for row in done:
-        for column in COLUMNS:
-            check(
-                column in row,
-                f"run '{row['run']}' has no {column} in the table; leave its rows out, or make the "
-                "table with scripts/collect.py --eval recall.",
-            )
     known = sorted({row["slice"] for row in done})
     if name == MEAN:
         rows, name = analysis.mean_over_slices(rows), analysis.ALL_SLICES

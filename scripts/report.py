@@ -26,7 +26,13 @@ from fastweights.analysis import Loss, Summary
 from fastweights.errors import check
 from fastweights.files import write_atomic
 
-SHOWN = ("recall", "length", analysis.LOSS_EVAL)
+TOLD = ("attention_share", "state_bytes", "parameters")
+SCORED = (*collect.JUDGED["recall"], *TOLD, "task", "length", "pairs", "chance")
+# Eval -> what the page takes from its rows.
+SHOWN = {
+    "recall": SCORED, "length": SCORED,
+    analysis.LOSS_EVAL: (*collect.JUDGED[analysis.LOSS_EVAL], *TOLD),
+}  # fmt: skip
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; }
 table { border-collapse: collapse; margin: 1em 0; }
@@ -59,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         args.out is not None or not first.is_file(),
         f"'{first}' is no folder, so say where the report goes with --out.",
     )
-    rows = collect.gather(args.sources, args.eval)
+    rows = collect.gather(args.sources, args.eval, SHOWN)
     summaries = analysis.summarise(rows)
     check(
         bool(summaries),

@@ -8,6 +8,8 @@ import pytest
 
 import collect
 import plot
+import report
+import reproduce
 from fastweights import config
 from fastweights.errors import UserError
 from runs import ROOT, write_table
@@ -161,6 +163,34 @@ TEXT = CELLS | {"eval": "ppl", "slice": "256-511", "nll": "1.5"}
 def test_a_row_on_text_is_checked(tmp_path, changes, told):
     with pytest.raises(UserError, match=told):
         plot.read_points(write_table(tmp_path / "table.csv", TEXT | changes))
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "told"),
+    [
+        (report, {"task": ""}, "has no task in a row of the eval recall"),
+        (report, {"chance": "", "pairs": ""}, "has no pairs, chance in a row of the eval recall"),
+        (report, TEXT | {"parameters": ""}, "has no parameters in a row of the eval ppl"),
+        (report, {"status": "failed: no", "seed": ""}, "has no seed in a row of the eval recall"),
+        (reproduce, {"slice": ""}, "has no slice in a row of the eval recall"),
+        (reproduce, {"lr": "", "seed": ""}, "has no lr, seed in a row of the eval recall"),
+        (reproduce, {"recall": ""}, "has no recall in a row of the eval recall"),
+    ],
+)
+def test_report_and_reproduce_check_a_table_as_plot_does(tmp_path, command, changes, told):
+    row = CELLS | {"task": "mqar", "parameters": "9"}
+    rows = [row, row | changes | {"run": "b"}]
+    table = tmp_path / "table.csv"
+    with table.open("w", newline="") as file:
+        collect.write_rows(rows, file)
+    names = "recall,ppl" if rows[1]["eval"] == "ppl" else "recall"
+    arguments = {
+        report: [str(table), "--eval", names, "--out", str(tmp_path / "page")],
+        reproduce: ["placement", "--rows", str(table)],
+    }
+    with pytest.raises(UserError, match=f"run 'b' {told}"):
+        command.main(arguments[command])
+    assert not (tmp_path / "page").exists()
 
 
 def test_a_table_that_excel_saved_is_read(tmp_path):
