@@ -37,12 +37,6 @@ NUMBERS = (
     "attention_share", "lr", "seconds", "recall", "error", "whole", "chance", "cheater", "nll",
 )  # fmt: skip
 
-# What finished rows of an eval must have to be judged; other evals have columns of their own.
-RUN = ("slice", "lr", "seed")
-JUDGED = {
-    "recall": (*RUN, "recall"), "length": (*RUN, "recall"), analysis.LOSS_EVAL: (*RUN, "nll"),
-}  # fmt: skip
-
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -59,6 +53,20 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def needs(scored: Sequence[str] = (), text: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
+    """Eval -> the columns that its finished rows must have: those that any reader takes, and more.
+
+    Other evals have columns of their own.
+
+    Args:
+      scored: what is taken of rows of recall besides.
+      text: what is taken of losses on text besides.
+    """
+    run = ("slice", "lr", "seed")
+    recall = (*run, "recall", *scored)
+    return {"recall": recall, "length": recall, analysis.LOSS_EVAL: (*run, "nll", *text)}
+
+
 def collect(folder: pathlib.Path, names: str) -> list[dict[str, Any]]:
     """The CSV's rows, runs in order of their names and in each the evals in the order of `names`.
 
@@ -73,13 +81,13 @@ def collect(folder: pathlib.Path, names: str) -> list[dict[str, Any]]:
 
 
 def gather(
-    sources: Sequence[pathlib.Path], names: str, needed: Mapping[str, Sequence[str]] = JUDGED
+    sources: Sequence[pathlib.Path], names: str, needed: Mapping[str, Sequence[str]] | None = None
 ) -> list[dict[str, Any]]:
     """The rows of folders and of CSVs; a run's are those of the last source that has the run.
 
     Raises:
       UserError: a source that is neither, or that holds nothing of these evals, or a row of a CSV
-        without what is `needed` of its eval.
+        without what is `needed` of its eval (by default what `needs` gives).
     """
     runs: dict[str, list[dict[str, Any]]] = {}
     wanted = evals.split_names(names)
@@ -87,7 +95,7 @@ def gather(
         rows = collect(source, names) if source.is_dir() else read_rows(source)
         rows = [row for row in rows if row["eval"] in wanted]
         if not source.is_dir():
-            check_cells(source, rows, needed)
+            check_cells(source, rows, needed or needs())
         absent = [name for name in wanted if all(row["eval"] != name for row in rows)]
         check(
             not absent,

@@ -29,11 +29,7 @@ COLUMNS = (
     "attention_share", "state_bytes", "chance",
 )  # fmt: skip
 PLACE = ("attention_share", "state_bytes")
-SCORED = (*collect.JUDGED["recall"], *PLACE, "pattern", "length", "pairs", "chance")
-DRAWN = {
-    "recall": SCORED, "length": SCORED,
-    analysis.LOSS_EVAL: (*collect.JUDGED[analysis.LOSS_EVAL], *PLACE),
-}  # fmt: skip
+DRAWN = collect.needs((*PLACE, "pattern", "length", "pairs", "chance"), PLACE)
 MEAN = "mean"
 
 

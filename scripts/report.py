@@ -27,12 +27,8 @@ from fastweights.errors import check
 from fastweights.files import write_atomic
 
 TOLD = ("attention_share", "state_bytes", "parameters")
-SCORED = (*collect.JUDGED["recall"], *TOLD, "task", "length", "pairs", "chance")
 # Eval -> what the page takes from its rows.
-SHOWN = {
-    "recall": SCORED, "length": SCORED,
-    analysis.LOSS_EVAL: (*collect.JUDGED[analysis.LOSS_EVAL], *TOLD),
-}  # fmt: skip
+SHOWN = collect.needs((*TOLD, "task", "length", "pairs", "chance"), TOLD)
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; }
 table { border-collapse: collapse; margin: 1em 0; }
@@ -76,8 +72,10 @@ def main(argv: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     with (out / "results.csv").open("w", newline="") as file:
         collect.write_rows(rows, file)
-    pictures = draw(summaries, rows, out)
-    write_atomic(out / "index.html", page(first.resolve().name, summaries, rows, pictures))
+    losses = analysis.losses(rows)
+    pictures = draw(summaries, losses, rows, out)
+    text = page(first.resolve().name, summaries, losses, rows, pictures)
+    write_atomic(out / "index.html", text)
     print(f"{out / 'index.html'}: {len(summaries)} scores of {len(pictures)} figures")
     return 0
 
@@ -101,7 +99,10 @@ def hardest(summaries: Sequence[Summary]) -> list[Summary]:
 
 
 def draw(
-    summaries: Sequence[Summary], rows: list[dict[str, Any]], out: pathlib.Path
+    summaries: Sequence[Summary],
+    losses: Sequence[Loss],
+    rows: list[dict[str, Any]],
+    out: pathlib.Path,
 ) -> dict[str, pathlib.Path]:
     """Caption -> PNG."""
     drawn = {}
@@ -115,7 +116,6 @@ def draw(
             drawn[f"{task}: recall by pairs and length"] = figures.heat_maps(found)
         if any(len(s.scores) > 1 for s in top):
             drawn[f"{task}: recall against learning rate"] = figures.rate_robustness(top)
-    losses = analysis.losses(rows)
     if losses:
         drawn["loss on text against attention"] = figures.text_loss(losses)
     if any(row.get("steps_to_90") for row in rows):
@@ -131,13 +131,13 @@ def draw(
 def page(
     name: str,
     summaries: Sequence[Summary],
+    losses: Sequence[Loss],
     rows: list[dict[str, Any]],
     pictures: dict[str, pathlib.Path],
 ) -> str:
     parts = [f"<h1>{html.escape(name)}</h1>", f'<p class="note">{scale(summaries, rows)}</p>']
     for task, found in tasks_of(summaries).items():
         parts += [f"<h2>{html.escape(task)}</h2>", headline(found)]
-    losses = analysis.losses(rows)
     if losses:
         parts += ["<h2>loss on text</h2>", loss_table(losses)]
     for caption, path in pictures.items():
