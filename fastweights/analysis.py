@@ -152,7 +152,7 @@ def mean_over_slices(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "mean would be of something else; evaluate it there too (eval.py), or leave it out.",
         )
         mean = dict(max(found, key=lambda row: row.get("length", 0)))
-        for name in ("recall", "chance", "nll"):
+        for name in ("recall", "chance", "cheater", "nll"):
             values = [row[name] for row in found if row.get(name) is not None]
             mean |= {name: float(np.mean(values))} if values else {}
         errors = [row.get("error") or 0.0 for row in found]

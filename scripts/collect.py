@@ -110,14 +110,17 @@ def gather(
 
 
 def write_rows(rows: Sequence[dict[str, Any]], file: TextIO) -> None:
-    """The rows as a CSV that `read_rows` gives back."""
-    writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
+    """The rows as a CSV that `read_rows` gives back; what only some evals tell comes last."""
+    others = dict.fromkeys(name for row in rows for name in row if name not in COLUMNS)
+    writer = csv.DictWriter(file, (*COLUMNS, *others), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
 
 
 def read_rows(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dict[str, Any]]:
     """The rows of a CSV as `collect` gives them: numbers as such, and no empty cells.
+
+    Columns that only some evals have stay text.
 
     Raises:
       UserError: no such file, no CSV, no rows, one of `columns` is missing, a row says nothing of
@@ -171,7 +174,8 @@ def read_rows(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dic
         )
         return int(value) if whole else value
 
-    return [{name: cell(row, name) for name in COLUMNS if row.get(name)} for row in rows]
+    # Cells beyond the columns, which the reader files under None, are no one's.
+    return [{name: cell(row, name) for name in row if name and row[name]} for row in rows]
 
 
 def check_cells(

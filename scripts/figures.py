@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from cycler import cycler
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -15,6 +16,15 @@ from matplotlib.figure import Figure
 from fastweights.analysis import Loss, Summary
 
 Rows = Sequence[dict[str, Any]]
+PLACES = {
+    "state_bytes": "state of one sequence (bytes)",
+    "attention_share": "share of attention layers",
+    "length": "length asked (tokens)",
+    "model": "",
+}
+CHANCE = {"color": "grey", "marker": "", "label": "chance"}
+# More models than there are colours: each colour comes again with another mark.
+plt.rcParams["axes.prop_cycle"] = cycler(marker=["o", "s", "^"]) * plt.rcParams["axes.prop_cycle"]
 
 
 def _by(summaries: Sequence[Summary], key: Callable[[Summary], Any]) -> dict[Any, list[Summary]]:
@@ -35,24 +45,46 @@ def pattern_of(summary: Summary) -> str:
 def scores_against(
     axes: Axes, summaries: Sequence[Summary], column: str, name: Callable[[Summary], str] = model_of
 ) -> None:
-    """Scores with their intervals; those of one name are points of one line."""
+    """Scores with their intervals; those of one name are points of one line.
+
+    Args:
+      column: what they stand against: state_bytes, attention_share, length or model.
+    """
     for label, found in _by(summaries, name).items():
-        found = sorted(found, key=lambda s: s.row[column])
-        places = [s.row[column] for s in found]
+        found = sorted(found, key=lambda s: _place(s, column))
+        places = [_place(s, column) for s in found]
         scores = np.array([s.score for s in found])
         # The mean of equal scores can round to just outside their interval.
         spread = np.maximum(
             [scores - [s.low for s in found], [s.high for s in found] - scores], 0.0
         )
-        axes.errorbar(places, scores, yerr=spread, fmt="o-", capsize=3, label=label)
-    axes.set_ylabel(f"recall, {summaries[0].slice}")
+        axes.errorbar(places, scores, yerr=spread, capsize=3, label=label)
+    asked = list(dict.fromkeys(s.slice for s in summaries))
+    axes.set_ylabel(f"recall, {asked[0]}" if len(asked) == 1 else "recall")
     axes.set_ylim(-0.03, 1.05)
     axes.grid(alpha=0.3)
+    axes.set_xlabel(PLACES[column])
     if column == "state_bytes":
         axes.set_xscale("log")
-        axes.set_xlabel("state of one sequence (bytes)")
+    elif column == "length":
+        lengths = sorted({s.row["length"] for s in summaries})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    elif column == "model":
+        axes.margins(x=0.2)
+
+
+def chance_against(axes: Axes, summaries: Sequence[Summary], column: str) -> None:
+    """What a guess scores, a dotted line; against length it can differ from place to place."""
+    chance = {_place(s, column): s.row["chance"] for s in summaries}
+    if column == "length":
+        axes.plot(sorted(chance), [chance[n] for n in sorted(chance)], ":", **CHANCE)
     else:
-        axes.set_xlabel("share of attention layers")
+        axes.axhline(summaries[0].row["chance"], linestyle=":", **CHANCE)
+
+
+def _place(summary: Summary, column: str) -> Any:
+    return summary.model if column == "model" else summary.row[column]
 
 
 def losses_against_attention(axes: Axes, losses: Sequence[Loss]) -> None:
@@ -60,7 +92,7 @@ def losses_against_attention(axes: Axes, losses: Sequence[Loss]) -> None:
     for loss in losses:
         spread = [[loss.nll - loss.low], [loss.high - loss.nll]]
         axes.errorbar(
-            loss.row["attention_share"], loss.nll, yerr=spread, fmt="o", capsize=3, label=loss.model
+            loss.row["attention_share"], loss.nll, yerr=spread, capsize=3, label=loss.model
         )
     axes.set_xlabel("share of attention layers")
     axes.set_ylabel(f"loss on text, tokens {losses[0].slice} (nats)")
@@ -86,7 +118,7 @@ def accuracy_against_attention(summaries: Sequence[Summary]) -> Figure:
     figure, (recall, loss) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     scores_against(recall, summaries, "attention_share")
     for summary in summaries:
-        loss.plot(summary.row["attention_share"], summary.nll, "o", label=summary.model)
+        loss.plot(summary.row["attention_share"], summary.nll, label=summary.model)
     loss.set_xlabel("share of attention layers")
     loss.set_ylabel("loss at the answers (nats)")
     loss.grid(alpha=0.3)
@@ -136,7 +168,7 @@ def rate_robustness(summaries: Sequence[Summary]) -> Figure:
     for s in summaries:
         rates = sorted(s.scores)
         means = [float(np.mean(s.scores[rate])) for rate in rates]
-        axes.plot(rates, means, marker="o", label=f"{s.model} ({s.robustness:.2f})")
+        axes.plot(rates, means, label=f"{s.model} ({s.robustness:.2f})")
     tried = sorted({rate for s in summaries for rate in s.scores})
     axes.set_xscale("log")
     axes.set_xticks(tried, [f"{rate:g}" for rate in tried])

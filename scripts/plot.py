@@ -1,17 +1,22 @@
-"""Draws recall against attention share and against state bytes from collect's CSV.
+"""Draws recall against attention share and state bytes, or length, or model, from collect's CSV.
 
     python scripts/plot.py ratio.csv --out ratio.png [--slice T64_K16] [--without repeat=1]
+    python scripts/plot.py niah.csv --out niah.png --against length
 
 Each model (runs that differ in learning rate and seed alone) stands at the rate of its best mean
 over slices and seeds; the point is the mean over seeds and the bar its 95 % interval over seeds
 and examples; a failed run counts as 0. Models of one pattern and several sizes are joined by a
 line. `--slice mean` draws the mean over all slices of the table. Where the table has losses on text
 too (collect's `--eval recall,ppl`), they stand beside the recall, against the attention share.
+
+`--against length` draws a line a model over the lengths that it was asked at, each at one number of
+pairs; `--against model` stands models side by side that differ in neither share nor state.
 """
 
 import argparse
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 
@@ -31,6 +36,9 @@ COLUMNS = (
 PLACE = ("attention_share", "state_bytes")
 DRAWN = collect.needs((*PLACE, "pattern", "length", "pairs", "chance"), PLACE)
 MEAN = "mean"
+# What models stand against -> the columns of the figures' panels.
+AGAINST = {"size": PLACE, "length": ("length",), "model": ("model",)}
+NAME = {"size": figures.pattern_of, "length": figures.model_of, "model": figures.model_of}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,12 +51,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--without", nargs="+", default=(), help="leave out runs whose name has one of these in it"
     )
+    parser.add_argument("--against", choices=AGAINST, default="size", help="(default: size)")
     args = parser.parse_args(argv)
-    points, losses = read_points(args.table, args.slice, args.without)
-    draw(points, losses, args.out)
+    points, losses = read_points(args.table, args.slice, args.without, args.against)
+    draw(points, losses, args.out, args.against)
+    name = NAME[args.against]
     for point in sorted(points, key=lambda point: -point.score):
         print(
-            f"{point.row['pattern']:>9}  share {point.row['attention_share']:.3f}  "
+            f"{name(point):>9}  {point.slice}  share {point.row['attention_share']:.3f}  "
             f"state {point.row['state_bytes']:>9,} B  recall {point.score:.3f} "
             f"({point.low:.3f} to {point.high:.3f}, {point.seeds} seeds, lr {point.lr:g})"
         )
@@ -61,15 +71,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def read_points(
-    table: pathlib.Path, name: str | None = None, without: Sequence[str] = ()
+    table: pathlib.Path,
+    name: str | None = None,
+    without: Sequence[str] = (),
+    against: str = "size",
 ) -> tuple[list[Summary], list[Loss]]:
     """One summary a model, on the slice `name`, of the runs whose name has none of `without`.
 
-    Beside them the losses on text, if the table has such.
+    Against length, one for each slice; against size, beside them the losses on text, if the table
+    has such.
 
     Raises:
-      UserError: the table is none of collect's, no run in it finished, no such slice or name, or
-        two models that stand on one spot under one label.
+      UserError: the table is none of collect's, no run in it finished, no such slice or name, two
+        models that stand on one spot under one label, or one slice asked for against length.
     """
     rows = collect.read_rows(table, COLUMNS)
     for text in without:
@@ -90,30 +104,64 @@ def read_points(
         bool(done),
         f"'{table}' has no finished run (no row of status 'done'); see its status column.",
     )
+    if against == "length":
+        check(
+            name is None,
+            f"--against length draws every slice; leave --slice {name} out.",
+        )
+        points = [s for s in analysis.summarise(rows) if "/" not in s.slice]
+    else:
+        points = on_slice(rows, name)
+    check_apart(points, against)
+    return points, losses if against == "size" else []
+
+
+def on_slice(rows: Sequence[dict[str, Any]], name: str | None) -> list[Summary]:
+    """The summaries on one slice, by default that with most pairs, of these the longest."""
+    done = [row for row in rows if row["status"] == "done"]
     known = sorted({row["slice"] for row in done})
     if name == MEAN:
         rows, name = analysis.mean_over_slices(rows), analysis.ALL_SLICES
     else:
         name = name or max(done, key=lambda row: (row["pairs"], row["length"]))["slice"]
         check(name in known, f"slice '{name}' is not in the table; it has {', '.join(known)}.")
-    points = [point for point in analysis.summarise(rows) if point.slice == name]
-    spots: dict[tuple[str, int], str] = {}
+    return [point for point in analysis.summarise(rows) if point.slice == name]
+
+
+def check_apart(points: Sequence[Summary], against: str) -> None:
+    """Checks that no two points would be taken for each other.
+
+    Raises:
+      UserError: two are.
+    """
+    spots: dict[tuple[str, int], Summary] = {}
     for point in points:
-        spot = (point.row["pattern"], point.row["state_bytes"])
-        check(
-            spot not in spots,
-            f"'{spots.get(spot)}' and '{point.model}' have the same pattern and state, and what "
-            "else they differ in the figure does not show; leave one of them out (--without).",
+        size = against == "size"
+        spot = (
+            (figures.pattern_of(point), point.row["state_bytes"])
+            if size
+            else (point.model, point.row["length"])
         )
-        spots[spot] = point.model
-    return points, losses
+        other = spots.setdefault(spot, point)
+        check(
+            other is point,
+            f"'{other.model}' and '{point.model}' have the same pattern and state, and what else "
+            "they differ in the figure does not show; leave one of them out (--without), or draw "
+            "them --against model."
+            if size
+            else f"'{point.model}' was asked two things at length {spot[1]}, {other.slice} and "
+            f"{point.slice}; draw one of them with --slice, against something else.",
+        )
 
 
-def draw(points: Sequence[Summary], losses: Sequence[Loss], out: pathlib.Path) -> None:
-    """Recall against state bytes (log), and where no pattern has two sizes against its share."""
-    columns = ["state_bytes"]
-    if len({figures.pattern_of(point) for point in points}) == len(points):
-        columns.insert(0, "attention_share")
+def draw(
+    points: Sequence[Summary], losses: Sequence[Loss], out: pathlib.Path, against: str = "size"
+) -> None:
+    """Recall against each column; the share only where no pattern has two sizes."""
+    columns = list(AGAINST[against])
+    name = NAME[against]
+    if against == "size" and len({name(point) for point in points}) < len(points):
+        columns.remove("attention_share")
     count = len(columns) + bool(losses)
     size = (7, 4.5) if count == 1 else (5 * count, 4)
     figure, grid = plt.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
@@ -121,8 +169,8 @@ def draw(points: Sequence[Summary], losses: Sequence[Loss], out: pathlib.Path) -
     if losses:
         figures.losses_against_attention(panels.pop(1), losses)
     for axes, column in zip(panels, columns, strict=True):
-        figures.scores_against(axes, points, column, figures.pattern_of)
-        axes.axhline(points[0].row["chance"], color="grey", linestyle=":", label="chance")
+        figures.scores_against(axes, points, column, name)
+        figures.chance_against(axes, points, column)
         axes.legend()
     try:
         files.save_figure(figure, out)

@@ -23,7 +23,7 @@ import collect
 import figures
 from fastweights import analysis, cli, evals, files
 from fastweights.analysis import Loss, Summary
-from fastweights.errors import check
+from fastweights.errors import UserError, check
 from fastweights.files import write_atomic
 
 TOLD = ("attention_share", "state_bytes", "parameters")
@@ -89,6 +89,14 @@ def tasks_of(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     return found
 
 
+def mean_scores(rows: Sequence[dict[str, Any]]) -> dict[str, list[Summary]]:
+    """Task -> its models' means over all slices; none where runs were asked different slices."""
+    try:
+        return tasks_of(analysis.summarise(analysis.mean_over_slices(rows)))
+    except UserError:
+        return {}
+
+
 def hardest(summaries: Sequence[Summary]) -> list[Summary]:
     """Those on the slice with most pairs, and of these the longest, that most models have."""
     slices = {(s.row["pairs"], s.row["length"], s.slice, s.eval) for s in summaries}
@@ -136,8 +144,12 @@ def page(
     pictures: dict[str, pathlib.Path],
 ) -> str:
     parts = [f"<h1>{html.escape(name)}</h1>", f'<p class="note">{scale(summaries, rows)}</p>']
+    means = mean_scores(rows)
     for task, found in tasks_of(summaries).items():
-        parts += [f"<h2>{html.escape(task)}</h2>", headline(found)]
+        parts.append(f"<h2>{html.escape(task)}</h2>")
+        if len({s.slice for s in found}) > 1 and task in means:
+            parts.append(headline(means[task]))
+        parts.append(headline(found))
     if losses:
         parts += ["<h2>loss on text</h2>", loss_table(losses)]
     for caption, path in pictures.items():

@@ -80,6 +80,20 @@ def test_of_a_run_in_two_sources_the_later_one_counts(tmp_path, capsys):
         ]
 
 
+def test_what_only_some_evals_tell_is_in_the_table_too(tmp_path, capsys):
+    make_run(tmp_path / "runs/a")
+    rows = [{"slice": "blocks[0] G", "rank": 3.5, "most": 8}]
+    result = tmp_path / "runs/a/evals/state_rank-4.json"
+    result.write_text(json.dumps({"step": 4, "rows": rows}))
+    collect.main([str(tmp_path / "runs"), "--eval", "state_rank"])
+    table = tmp_path / "table.csv"
+    table.write_text(capsys.readouterr().out)
+    collect.main([str(table), "--eval", "state_rank"])
+    assert capsys.readouterr().out == table.read_text()
+    (row,) = collect.read_rows(table)
+    assert (row["slice"], row["rank"], row["most"]) == ("blocks[0] G", "3.5", "8")
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -109,3 +109,47 @@ def test_losses_on_text_stand_beside_the_recall(tmp_path):
     assert line.get_xydata().tolist() == [[0.5, loss.nll]]
     assert axes.get_ylim() == pytest.approx((1.35, 1.87))
     plt.close(figure)
+
+
+def test_against_length_each_model_is_a_line_over_what_it_was_asked(tmp_path):
+    longer = {"eval": "length", "slice": "T64_K3", "length": 64, "chance": 0.2}
+    rows = [
+        row("GA", 0.1, 0, recall, run=f"rope={rope},lr=0.1,seed=0", **of)
+        for rope, recalls in {0: (0.9, 0.8), 1: (0.9, 0.4)}.items()
+        for recall, of in zip(recalls, ({}, longer), strict=True)
+    ]
+    # One kind of the answers is no place of its own.
+    rows.append(rows[-1] | {"slice": "T64_K3/updated"})
+    table = write_table(tmp_path / "table.csv", *rows)
+    points, _ = plot.read_points(table, against="length")
+    figure, axes = plt.subplots()
+    figures.scores_against(axes, points, "length")
+    figures.chance_against(axes, points, "length")
+    drawn = [line.get_xydata().tolist() for line in axes.get_lines()]
+    plt.close(figure)
+    for line in ([[16, 0.9], [64, 0.8]], [[16, 0.9], [64, 0.4]], [[16, 0.3], [64, 0.2]]):
+        assert line in drawn
+    assert plot.main([str(table), "--out", str(tmp_path / "x.png"), "--against", "length"]) == 0
+    with pytest.raises(UserError, match="leave --slice T64_K3 out"):
+        plot.read_points(table, "T64_K3", against="length")
+    rows.append(row("GA", 0.1, 0, 0.1, run="rope=0,lr=0.1,seed=0", slice="T16_K9", pairs=9))
+    table = write_table(tmp_path / "table.csv", *rows)
+    with pytest.raises(UserError, match="'rope=0' was asked two things at length 16, T16_K3 and"):
+        plot.read_points(table, against="length")
+
+
+def test_against_model_those_of_one_share_and_state_stand_side_by_side(tmp_path):
+    rows = [
+        row("GA", 0.1, 0, recall, run=f"place={place},lr=0.1,seed=0")
+        for place, recall in {"first": 0.2, "last": 0.6}.items()
+    ]
+    table = write_table(tmp_path / "table.csv", *rows)
+    with pytest.raises(UserError, match="--against model"):
+        plot.read_points(table)
+    points, _ = plot.read_points(table, against="model")
+    assert {point.model: point.score for point in points} == {"place=first": 0.2, "place=last": 0.6}
+    plot.draw(points, (), tmp_path / "x.png", "model")
+    figure, axes = plt.subplots()
+    figures.scores_against(axes, points, "model")
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["place=first", "place=last"]
+    plt.close(figure)

@@ -94,8 +94,10 @@ def test_the_report_is_one_page_that_needs_no_network(swept, tmp_path, capsys):
     assert "1 of them failed and count as a recall of 0" in text
     (failure,) = re.findall(r"<td>pattern=A,lr=1e\+30,seed=1</td><td>(failed: [^<]*)</td>", text)
     assert "not finite" in failure
-    headline = text.split("<table>")[1]
+    _, means, headline, *_ = text.split("<table>")
     assert headline.count("<tr>") == 1 + 2 * 2
+    # Above them each model's mean over its slices, of chances 1/2 and 1/3.
+    assert means.count("<td>mean of all</td>") == means.count("<td>0.417</td>") == 2
     # Chance of two pairs, and of three, and a cheater beside each.
     assert (
         "<td>0.500</td>" in headline
