@@ -31,7 +31,7 @@ EVALS: dict[str, Any] = {
     "age": age,
     "state_rank": state_rank,
     "ar_hits": ar_hits,
-    "niah": NIAH,
+    **NIAH,
     "phonebook": PHONEBOOK,
     "mqar_text": MQAR_TEXT,
 }

@@ -9,6 +9,7 @@ Array legend: B prompts, T tokens.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ Pieces = list[tuple[str, bool]]
 """A prompt as texts in a row; True marks answers."""
 
 PROMPTS = 32
+NEEDLES = 4  # of the variants with many
 SEED = 0
 TEXT_STREAM = 3
 
@@ -198,18 +200,60 @@ def _word(rng: np.random.Generator) -> str:
     )
 
 
+def _words(rng: np.random.Generator, count: int) -> list[str]:
+    """Different ones."""
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words[_word(rng)] = None
+    return list(words)
+
+
+def _drawn(rng: np.random.Generator, form: str) -> str:
+    """The form with a digit for each d and a hexadecimal one for each h."""
+    letters = {"d": "0123456789", "h": "0123456789abcdef"}
+    return "".join(letters[c][rng.integers(len(letters[c]))] if c in letters else c for c in form)
+
+
 def _number(rng: np.random.Generator) -> str:
-    return "".join(str(digit) for digit in rng.integers(10, size=lookup.DIGITS))
+    return _drawn(rng, "d" * lookup.DIGITS)
 
 
-def needle(rng: np.random.Generator, size: int) -> Pieces:
-    """`size` characters of help text with one needle at a random place, then its question."""
-    text = lookup.haystack().tobytes().decode()
-    start, depth = int(rng.integers(len(text) - size)), int(rng.integers(size))
+def needles(rng: np.random.Generator, size: int, variant: str) -> Pieces:
+    """`size` characters with a needle, or `NEEDLES`, at random places, then what is asked.
+
+    The variants are those of the task (`lookup.NIAHConfig`): in noise, in text, a UUID; one of
+    many keys, all values of one key in their order, all keys in random order.
+    """
+    text = lookup.NOISE.decode() * (2 + size // len(lookup.NOISE))
+    if variant != "single_1":
+        text = lookup.haystack().tobytes().decode()
+    start = int(rng.integers(len(text) - size))
     hay = text[start : start + size]
-    question, number = f" The code of {_word(rng)} is", f" {_number(rng)}"
-    told = f"{hay[:depth]}{question}{number}.{hay[depth:]}"
-    return [(told + question, False), (number, True)]
+    count = 1 if variant.startswith("single") else NEEDLES
+    one_key = variant == "multi_value"
+    words = _words(rng, 1) * count if one_key else _words(rng, count)
+    questions = [f" The code of {word} is" for word in words]
+    form = lookup.UUID.decode() if variant == "single_3" else "d" * lookup.DIGITS
+    values = [_drawn(rng, form) for _ in words]
+
+    parts = np.split(np.array(list(hay)), np.sort(rng.choice(size, count, replace=False)))
+    told = "".join(parts[0])
+    for question, value, after in zip(questions, values, parts[1:], strict=True):
+        told += f"{question} {value}." + "".join(after)
+    asked = [int(rng.integers(count))]
+    if variant == "multi_query":
+        asked = [int(i) for i in rng.permutation(count)]
+    pieces: Pieces = [(told, False)]
+    for i in asked:
+        pieces.append((questions[i], False))
+        for value in values if one_key else [values[i]]:
+            # The dashes of a UUID anyone can tell.
+            first, *rest = value.split("-")
+            pieces.append((f" {first}", True))
+            for part in rest:
+                pieces += [("-", False), (part, True)]
+        pieces.append((".", False))
+    return pieces[:-1]
 
 
 def phone_book(rng: np.random.Generator, size: int) -> Pieces:
@@ -225,9 +269,7 @@ def phone_book(rng: np.random.Generator, size: int) -> Pieces:
 
 def pairs(rng: np.random.Generator, size: int) -> Pieces:
     """`size` words with a number each, then all of them again in another order."""
-    words: dict[str, str] = {}
-    while len(words) < size:
-        words[_word(rng)] = f" {rng.integers(10, 100)}"
+    words = {word: f" {rng.integers(10, 100)}" for word in _words(rng, size)}
     told = "".join(f"{word}{number}\n" for word, number in words.items())
     pieces: Pieces = [(f"{told}\n", False)]
     for i in rng.permutation(size):
@@ -236,6 +278,10 @@ def pairs(rng: np.random.Generator, size: int) -> Pieces:
     return pieces
 
 
-NIAH = TextRecall("niah", needle, least=32, most=200_000)
+NIAH = {
+    name: TextRecall(name, functools.partial(needles, variant=variant), least=32, most=200_000)
+    for variant in lookup.VARIANTS
+    for name in ("niah" if variant == "single_2" else f"niah_{variant}",)
+}
 PHONEBOOK = TextRecall("phonebook", phone_book, least=3, most=200)
 MQAR_TEXT = TextRecall("mqar_text", pairs, least=2, most=400)

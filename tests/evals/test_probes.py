@@ -15,6 +15,7 @@ from fastweights.evals import ablation, state_rank, text_recall
 from fastweights.evals.age import answer_age
 from fastweights.evals.ar_hits import repeated_bigrams
 from fastweights.model import abstract_model
+from fastweights.tasks import lookup
 from fastweights.training.optim import path_names
 from runs import TINY
 
@@ -112,6 +113,9 @@ def test_hits_and_rest_make_up_the_perplexity():
     assert 0.02 < weights[0] / sum(weights) < 0.5
 
 
+NIAH = text_recall.NIAH["niah"]
+
+
 @pytest.fixture(scope="module")
 def hybrid():
     return make(f"{TINY}:text", "data.length=48", "model.pattern=GA")
@@ -138,7 +142,7 @@ def test_recall_in_text_is_the_same_through_the_cache(hybrid, monkeypatch):
 
 @pytest.mark.parametrize(
     ("eval_", "size"),
-    [(text_recall.NIAH, 200), (text_recall.PHONEBOOK, 12), (text_recall.MQAR_TEXT, 9)],
+    [(NIAH, 200), (text_recall.PHONEBOOK, 12), (text_recall.MQAR_TEXT, 9)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_the_text_of_a_prompt_holds_its_answers_once_before_each_question(eval_, size):
@@ -159,9 +163,47 @@ def test_the_text_of_a_prompt_holds_its_answers_once_before_each_question(eval_,
         assert bytes(targets[targets >= 0].tolist()).decode() == answered
 
 
+@pytest.mark.parametrize(
+    ("name", "needles", "keys", "asked"),
+    [
+        ("niah_single_1", 1, 1, 1),
+        ("niah", 1, 1, 1),
+        ("niah_single_3", 1, 1, 1),
+        ("niah_multi_key", 4, 4, 1),
+        ("niah_multi_value", 4, 1, 4),
+        ("niah_multi_query", 4, 4, 4),
+    ],
+)
+def test_needles_of_every_variant_are_told_and_asked(name, needles, keys, asked):
+    noise = lookup.NOISE.decode()
+    orders, places = set(), set()
+    for (told, _), *rest in text_recall.NIAH[name]._prompts(300):
+        found = re.findall(r" The code of (\w{6}) is ([0-9a-f-]+)\.", told)
+        hay = re.sub(r" The code of \w{6} is [0-9a-f-]+\.", "", told)
+        assert len(found) == needles and len({key for key, _ in found}) == keys
+        assert len(hay) == 300 and (hay in noise * 9) == (name == "niah_single_1")
+        form = r"\w{8}(-\w{4}){3}-\w{12}" if name == "niah_single_3" else r"\d{7}"
+        assert all(re.fullmatch(form, value) for _, value in found)
+        text = "".join(piece for piece, _ in rest) + "."
+        values = [value for _, value in found]
+        if name == "niah_multi_value":
+            assert text == f" The code of {found[0][0]} is {' '.join(values)}."
+        else:
+            again = re.findall(r" The code of (\w{6}) is ([0-9a-f-]+)\.", text)
+            assert len(again) == asked and set(again) <= set(found)
+            orders.add(tuple(found.index(needle) for needle in again))
+        # All of a value is an answer but for its dashes.
+        answers = "".join(piece for piece, is_answer in rest if is_answer)
+        assert len(answers.replace(" ", "")) == asked * (32 if name == "niah_single_3" else 7)
+        assert "-" not in answers and answers.count(" ") == asked
+        places.add(told.index(" The code of "))
+    assert len(places) > 20
+    assert len(orders) > 1 if needles > 1 and keys > 1 else len(orders) <= 1
+
+
 def test_sizes_grow_to_what_a_row_holds():
     tokenizer = load_tokenizer("bytes")
-    for eval_, length in ((text_recall.NIAH, 400), (text_recall.PHONEBOOK, 400)):
+    for eval_, length in ((NIAH, 400), (text_recall.PHONEBOOK, 400)):
         size = eval_._largest(tokenizer, length)
         used = text_recall.encode(eval_._prompts(size), tokenizer)["tokens"].shape[1]
         assert 0.85 * length < used <= length
@@ -184,7 +226,7 @@ def test_what_can_not_be_asked_is_told(hybrid):
     with pytest.raises(UserError, match=r"eval niah is longer than data\.length 48"):
         evals.run("niah", *hybrid)
     with pytest.raises(UserError, match=r"tokenizer can't spell the prompt .* The code of"):
-        text_recall.encode(text_recall.NIAH._prompts(40), Lossy())
+        text_recall.encode(NIAH._prompts(40), Lossy())
     with pytest.raises(UserError, match=r"data\.kind is 'mqar', which has no tokenizer"):
         evals.run("phonebook", *make(TINY))
     with pytest.raises(UserError, match="no answers of an age"):
