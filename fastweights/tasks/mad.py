@@ -35,6 +35,10 @@ def seen_before(draws: Draws, items_NP: Array, kinds: int) -> Array:
 class InContextRecallConfig(TaskConfig):
     """Entries are lengths. Half of the tokens that are no noise are keys, half values.
 
+    As in MAD, each key's value is drawn on its own, so that several keys can have one: who answers
+    with any value of the row is right more often than one time in as many values, and that is
+    what chance is here.
+
     Attributes:
       vocab_size: keys, values and noise together.
       noise_tokens: of them, tokens without meaning.
@@ -70,14 +74,21 @@ class InContextRecallConfig(TaskConfig):
         check(length >= 2, f"{self.NAME}.{field} has the length {length}; a pair takes at least 2.")
 
     def part(self, length: int) -> Slice:
-        return Slice(length, choices=self.keys)
+        # A guess is the value of the pair before. Where a key is asked for, it stood there already.
+        pairs, other = self.pairs(length), 1 - 1 / self.keys
+        asked = pairs - self.keys * (1 - other**pairs)
+        same = (pairs - 1) / self.keys / asked if asked > 0 else 0.0
+        return Slice(length, choices=self.keys, floor=same + (1 - same) / self.keys)
+
+    def pairs(self, length: int) -> int:
+        return max(round(length * (1 - self.noise_share)) // 2, 1)
 
     def answers(self, part: Slice) -> int:
         return part.length // 2
 
     def examples(self, draws: Draws, count: int, part: Slice) -> tuple[Array, Array]:
         xp, length = draws.xp, part.length
-        pairs = max(round(length * (1 - self.noise_share)) // 2, 1)
+        pairs = self.pairs(length)
         noise = length - 2 * pairs
         value_of_NK = self.keys + draws.integers(0, self.keys, (count, self.keys))
         keys_NP = draws.integers(0, self.keys, (count, pairs))

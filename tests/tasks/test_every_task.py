@@ -118,6 +118,22 @@ def test_a_cheater_that_has_learnt_the_map_of_memorize_knows_all():
     assert accuracy(guesses["unigram"], evaluation["targets"]) == 1.0
 
 
+@pytest.mark.parametrize("name", ["in_context_recall", "noisy_recall"])
+def test_a_value_that_has_been_seen_is_right_as_often_as_chance_says(name):
+    """Several keys can have one value: chance is above one in as many values."""
+    config = CONFIGS[name]
+    (part,) = eval_slices(config)
+    right = []
+    _, evaluation = batches(name)
+    for tokens, targets in zip(evaluation["tokens"], evaluation["targets"], strict=True):
+        values = [t for t in tokens.tolist() if config.keys <= t < 2 * config.keys]
+        asked = np.flatnonzero(targets >= 0)
+        number = (tokens[None] >= config.keys) & (tokens[None] < 2 * config.keys)
+        before = number.cumsum()[asked] - 1  # the value before this key
+        right += (np.array(values)[before] == targets[asked]).tolist()
+    assert np.mean(right) == pytest.approx(part.chance, abs=0.008)
+
+
 @every_task
 def test_training_and_evaluation_never_meet_and_batches_differ(name):
     make, evaluation = batches(name)
