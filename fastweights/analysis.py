@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from fastweights.errors import check
-from fastweights.tasks import Slice, TaskConfig, accuracy, eval_rows, slice_batch
+from fastweights.tasks import MQARConfig, Slice, TaskConfig, accuracy, eval_rows, slice_batch
 from fastweights.tasks.batches import stream
 from fastweights.tasks.draws import HostDraws
-from fastweights.tasks.solvers import Habits
+from fastweights.tasks.solvers import Habits, PairPlaces
 
 RESAMPLES = 1000
 ALL_SLICES = "mean of all"
@@ -261,9 +261,15 @@ def bootstrap_error(right_N: np.ndarray, asked_N: np.ndarray, resamples: int = 2
 
 @functools.cache
 def best_cheater(task: TaskConfig, part: Slice) -> float:
-    """What the best of a task's cheaters scores on a slice, learnt from training examples of it."""
+    """What the best of a task's cheaters scores on a slice, learnt from training examples of it.
+
+    Of MQAR one more: the value of the pair that a place mostly asks for.
+    """
     rng = stream(task.test_seed, CHEATER_STREAM, part.length, part.pairs)
     seen = slice_batch(task, part, HostDraws(rng), CHEATER_ROWS, part.length)
     batch = eval_rows(task, part, part.length)
     guesses = Habits.fit(seen).guesses(batch)
-    return max(accuracy(guesses[name], batch["targets"]) for name in task.CHEATERS)
+    found = [guesses[name] for name in task.CHEATERS]
+    if isinstance(task, MQARConfig):
+        found.append(PairPlaces.fit(seen).by_position(batch))
+    return max(accuracy(guess, batch["targets"]) for guess in found)

@@ -85,6 +85,12 @@ def test_the_best_cheater_stays_near_chance():
         assert 0 < analysis.best_cheater(task, part) <= 1.2 * part.chance
 
 
+def test_the_cheater_knows_that_places_of_coupled_queries_tell_their_pair():
+    task = MQARConfig(test=((64, 16),), query_order="coupled")
+    (part,) = eval_slices(task)
+    assert analysis.best_cheater(task, part) > 1.6 * part.chance
+
+
 def test_points_are_made_equal_in_parameters_or_state():
     points = sweeps.grid({"model.pattern": ["A", "G"], "seed": [0]})
     for by, field in (("parameters", "model.mlp_dim"), ("state", "model.mixers.G.head_dim")):
