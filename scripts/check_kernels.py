@@ -232,22 +232,23 @@ def check_large(B: int, T: int, H: int) -> tuple[bool, str]:
     return bool(jnp.all(whole == run(*part, state[-1:, -2:]))), "as the last heads alone"
 
 
-def check_convolution(taps: int, bias: bool, packed: bool, unit: bool) -> tuple[bool, str]:
+def check_convolution(
+    taps: int, bias: bool, packed: bool, unit: int, D: int
+) -> tuple[bool, str]:
     """The short convolution and its gradients against its XLA form in float32."""
     rng = np.random.default_rng(taps)
 
     def normal(*shape, dtype=jnp.float32):
         return jnp.asarray(rng.standard_normal(shape), dtype)
 
-    B, T, D = 2, 1000, 512
+    B, T = 2, 1000
     x, dy = normal(B, T, D, dtype=jnp.bfloat16), normal(B, T, D, dtype=jnp.bfloat16)
     w, b = normal(taps, D), normal(D) if bias else None
     ids = np.cumsum(rng.random((B, T)) < 0.02, axis=1) + 1 if packed else np.ones((B, T), int)
     ids[:, 5:9] = 0 if packed else 1
 
     def run(x, w, b):
-        heads = 128 if unit else 0
-        return ops.short_convolution(x, w, b, segment_ids=jnp.asarray(ids), unit_heads=heads)[0]
+        return ops.short_convolution(x, w, b, segment_ids=jnp.asarray(ids), unit_heads=unit)[0]
 
     def everything(x, dy):
         y, pull = jax.vjp(run, x, w, b)
@@ -307,14 +308,16 @@ def main() -> int:
     calls["full size"] = check_repeatable
     calls["more than 2^31 elements"] = functools.partial(check_large, 1, 2**17, 136)
     calls["more than 65,535 blocks"] = functools.partial(check_large, 4200, 64, 16)
-    for taps, bias, packed, unit in (
-        (4, False, False, False),
-        (4, True, True, True),
-        (3, True, True, False),
-        (1, False, True, True),
+    for taps, bias, packed, unit, channels in (
+        (4, False, False, 0, 512),
+        (4, True, True, 128, 512),
+        (3, True, True, 0, 192),
+        (1, False, True, 128, 512),
+        (4, False, True, 64, 64),
     ):
-        name = f"convolution, {taps} taps{', bias' * bias}{', packed' * packed}{', unit' * unit}"
-        calls[name] = functools.partial(check_convolution, taps, bias, packed, unit)
+        name = f"convolution, {taps} taps{', bias' * bias}{', packed' * packed}, {channels}"
+        name += f", unit {unit}" if unit else ""
+        calls[name] = functools.partial(check_convolution, taps, bias, packed, unit, channels)
     calls["attention"] = check_attention
     if args.only:
         calls = {n: c for n, c in calls.items() if any(text in n for text in args.only)}

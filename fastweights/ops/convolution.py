@@ -148,10 +148,13 @@ def _outputs(x_BTD, cache, w_WD, bias_D, index_BT, valid_BT, activation, unit_he
         whole_BED, index_BE = x_BTD, index_BT
         if cache is not None:
             whole_BED, index_BE = _prepend(cache, x_BTD, reach), _prepend_index(index_BT, reach)
-        fused = unit_heads == support.CHANNELS
+        # A head that devices share, or that fills no block, is scaled behind the kernel.
+        whole = unit_heads and sharding.part(x_BTD.shape[2], "heads") % unit_heads == 0
+        fused = whole and unit_heads in support.BLOCKS
+        unit = unit_heads if fused else 0
         reach_BE = _reach(whole_BED.shape[:2], index_BE, valid_BT, reach)
         (y_BED,) = sharding.on_each_device(
-            lambda *x: (convolution.short_convolution(*x, activation=activation, unit=fused),),
+            lambda *x: (convolution.short_convolution(*x, activation=activation, unit=unit),),
             # Wide, so that the devices' parts of their gradients are summed unrounded.
             (whole_BED, *jax.tree.map(lambda x: x.astype(jnp.float32), (w_WD, bias_D)), reach_BE),
             (("batch", None, "heads"), (None, "heads"), ("heads",), ("batch", None)),

@@ -87,11 +87,11 @@ def decode(decay=True, delta=True, K=128, V=128, dtype=jnp.bfloat16):
     return call, (qk, qk, v, *gates, single(B, G, K, V))
 
 
-def convolution(gradient=False, bias=False, taps=4, unit=False):
+def convolution(gradient=False, bias=False, taps=4, unit=0, D=256):
     kernel = convolve_backward if gradient else convolve
     call = functools.partial(kernel, silu=True, unit=unit, simulate=False)
-    x, reach = of(B, T, 256), of(B, T // TOKENS, SPAN + 2 * (taps - 1), WARPS, dtype=jnp.int32)
-    return call, (x, of(taps, 256), of(256) if bias else None, reach, *([x] if gradient else []))
+    x, reach = of(B, T, D), of(B, T // TOKENS, SPAN + 2 * (taps - 1), WARPS, dtype=jnp.int32)
+    return call, (x, of(taps, D), of(D) if bias else None, reach, *([x] if gradient else []))
 
 
 def make(delta=True):
@@ -154,9 +154,12 @@ VARIANTS = [
     (decode, dict(K=256)),
     (convolution, dict()),
     (convolution, dict(gradient=True)),
-    (convolution, dict(unit=True)),
-    (convolution, dict(gradient=True, unit=True)),
+    (convolution, dict(unit=128)),
+    (convolution, dict(gradient=True, unit=128)),
     (convolution, dict(gradient=True, bias=True, taps=3)),
+    (convolution, dict(unit=64)),
+    (convolution, dict(gradient=True, bias=True, D=192)),
+    (convolution, dict(gradient=True, unit=64)),
 ]
 
 

@@ -76,7 +76,7 @@ EVERYWHERE = [
     (rules, dict()),
     (rules, dict(packed=True, grad=False)),
     (token, dict()),
-    (convolved, dict(activation="silu", unit=True)),
+    (convolved, dict(activation="silu", unit=128)),
 ]
 VARIANTS = [(target, *variant) for target in TARGETS for variant in EVERYWHERE]
 VARIANTS += [

@@ -3,15 +3,16 @@
 XLA's form reads every tap anew, and its gradient recomputes the activation for each sum over
 tokens; on an H200 they reach a quarter and a twentieth of the memory's speed.
 
-A block is one warpgroup with 128 channels of four spans of consecutive tokens, a span to a warp. A
-warp walks along its span with the last inputs in registers, so a token costs one read of shared
-memory; four channels lie in each lane. Spans overlap by the taps' reach, and results take the place
-of inputs that have been read.
+A block is one warpgroup with 128 channels, or 64, of four spans of consecutive tokens, a span to a
+warp. A warp walks along its span with the last inputs in registers, so a token costs one read of
+shared memory; four or two channels lie in each lane. Spans overlap by the taps' reach, and results
+take the place of inputs that have been read.
 
 Shapes: B batch, T tokens, D channels, W taps, X = W - 1, N blocks along T, P = X + span + X places
 of a span and its surroundings, S warps of a block.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,42 +22,72 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from fastweights.ops.features import UNIT_EPS
-from fastweights.ops.mosaic_gpu.support import CHANNELS, CONVOLVED_TOKENS
+from fastweights.ops.mosaic_gpu.support import BLOCKS, CONVOLVED_TOKENS
 from fastweights.ops.mosaic_gpu.tiles import BF16, F32, call, count_up, digits, plgpu
 from fastweights.ops.weights import sum_tokens
 
-WARPS = 4
+WARPS, LANES = 4, 32
 TOKENS = CONVOLVED_TOKENS
 SPAN = TOKENS // WARPS  # tokens of a warp
 UNROLLED = 2  # tokens a turn of the loop
-# Of 4 x 128 entries, warp w has row w, lane l columns 4 l to 4 l + 3.
-ROWS = plgpu.Layout.TILED(
-    plgpu.Tiling(((WARPS, CHANNELS), (4,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-)
-OF_CHANNELS, OF_WARPS = ROWS.reduce(0), ROWS.reduce(1)
-SHAPE = (WARPS, CHANNELS)
 
 
-def _zeros() -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros(SHAPE, F32), ROWS)
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Of WARPS x `channels` entries, warp w has row w and each lane as many columns in a row."""
+
+    channels: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return WARPS, self.channels
+
+    @property
+    def layout(self) -> Any:
+        tiling = plgpu.Tiling((self.shape, (self.channels // LANES,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+    def zeros(self) -> jax.Array:
+        return plgpu.layout_cast(jnp.zeros(self.shape, F32), self.layout)
+
+    def load(self, ref: Any) -> jax.Array:
+        return plgpu.load(ref, layout=self.layout, optimized=False).astype(F32)
+
+    def weights(self, ref: Any, channels: Any, count: int) -> list[jax.Array]:
+        """Rows of a [count, D] array, each the same for all warps."""
+        layout = self.layout.reduce(0)
+        rows = [
+            plgpu.load(ref.at[i, channels], layout=layout, optimized=False) for i in range(count)
+        ]
+        return [jax.lax.broadcast_in_dim(row.astype(F32), self.shape, [1]) for row in rows]
+
+    def reaches(self, ref: Any, place: Any) -> jax.Array:
+        """How far each warp's token sees back, for each of its channels."""
+        reach = plgpu.load(ref.at[place], layout=self.layout.reduce(1), optimized=False)
+        return jax.lax.broadcast_in_dim(reach, self.shape, [0])
+
+    def spans(self, rows: int) -> Any:
+        return plgpu.SMEM((WARPS, rows, self.channels), BF16)
+
+    def push(self, spans, reaches, past, place, window):
+        """(the token's reach, the window with its input behind it)."""
+        reach = self.reaches(reaches, place + past)
+        x = jnp.where(reach >= 0, self.load(spans.at[:, place + past]), 0.0)
+        return reach, [*window, x]
+
+    def begin(self, reach_ref, reaches, w_ref, bias_ref, channels, barrier):
+        """(taps, bias or None), once all that was to be copied is there; the reaches are copied
+        too."""
+        plgpu.copy_gmem_to_smem(reach_ref, reaches, barrier)
+        taps = self.weights(w_ref, channels, w_ref.shape[0])
+        bias = self.weights(bias_ref[0], channels, 1)[0] if bias_ref else None
+        plgpu.barrier_wait(barrier)
+        return taps, bias
 
 
-def _load(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=ROWS, optimized=False).astype(F32)
-
-
-def _weights(ref: Any, channels: Any, count: int) -> list[jax.Array]:
-    """Rows of a [count, D] array, each the same for all warps."""
-    rows = [
-        plgpu.load(ref.at[i, channels], layout=OF_CHANNELS, optimized=False) for i in range(count)
-    ]
-    return [jax.lax.broadcast_in_dim(row.astype(F32), SHAPE, [1]) for row in rows]
-
-
-def _reaches(ref: Any, place: Any) -> jax.Array:
-    """How far each warp's token sees back, for each of its channels."""
-    reach = plgpu.load(ref.at[place], layout=OF_WARPS, optimized=False)
-    return jax.lax.broadcast_in_dim(reach, SHAPE, [0])
+def _block(channels: int, unit: int) -> Block:
+    """Of a head, if heads are scaled; else as wide as the channels allow."""
+    return Block(unit or next(n for n in BLOCKS if channels % n == 0))
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
@@ -67,7 +98,7 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 def _sum_of_head(x: jax.Array) -> jax.Array:
     """Sum over the block's channels, for each of them."""
-    return jax.lax.broadcast_in_dim(jnp.sum(x, axis=1), SHAPE, [0])
+    return jax.lax.broadcast_in_dim(jnp.sum(x, axis=1), x.shape, [0])
 
 
 def _inverse_length(x: jax.Array) -> jax.Array:
@@ -82,22 +113,6 @@ def _sum_of_taps(reach, window, taps, bias):
         seen = jnp.where(reach >= back, window[last - back], 0.0)
         total = total + seen * taps[last - back]
     return total if bias is None else total + bias
-
-
-def _push(spans, reaches, past, place, window):
-    """(the token's reach, the window with its input behind it)."""
-    reach = _reaches(reaches, place + past)
-    x = jnp.where(reach >= 0, _load(spans.at[:, place + past]), 0.0)
-    return reach, [*window, x]
-
-
-def _begin(reach_ref, reaches, w_ref, bias_ref, channels, barrier):
-    """(taps, bias or None), once all that was to be copied is there; the reaches are copied too."""
-    plgpu.copy_gmem_to_smem(reach_ref, reaches, barrier)
-    taps = _weights(w_ref, channels, w_ref.shape[0])
-    bias = _weights(bias_ref[0], channels, 1)[0] if bias_ref else None
-    plgpu.barrier_wait(barrier)
-    return taps, bias
 
 
 def _copy_spans(ref, b, first, channels, before, after, length, spans, barrier) -> None:
@@ -127,15 +142,15 @@ def _store_spans(spans, before, ref, b, first, channels) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _start(kernel, name, operands, shape, out_type, scratch, simulate):
-    """Runs kernel(b, n, channels, operands, results, scratch) for each block."""
+def _start(kernel, name, width, operands, shape, out_type, scratch, simulate):
+    """Runs kernel(b, n, channels, operands, results, scratch) a block, of `width` channels."""
     batch, length, channels = shape
-    counts = (batch, length // TOKENS, channels // CHANNELS)
+    counts = (batch, length // TOKENS, channels // width)
 
     def body(block, me, operand_refs, result_refs, scratch_refs):
         del me
         b, n, part = digits(block, *counts)
-        columns = pl.ds(part * CHANNELS, CHANNELS)
+        columns = pl.ds(part * width, width)
         kernel(b, n, columns, operand_refs, result_refs, scratch_refs)
 
     return call(
@@ -151,25 +166,22 @@ def _start(kernel, name, operands, shape, out_type, scratch, simulate):
     )
 
 
-def _spans(rows: int) -> Any:
-    return plgpu.SMEM((WARPS, rows, CHANNELS), BF16)
-
-
 @functools.partial(jax.jit, static_argnames=("silu", "unit", "simulate"))
 def convolve(
-    x_BTD, w_WD, bias_D, reach_BNPS, *, silu: bool, unit: bool, simulate: bool
+    x_BTD, w_WD, bias_D, reach_BNPS, *, silu: bool, unit: int, simulate: bool
 ) -> jax.Array:
     """y_BTD; T a multiple of `TOKENS`. Arguments as in `short_convolution`."""
     length, taps_count = x_BTD.shape[1], w_WD.shape[0]
     past = taps_count - 1
+    block = _block(x_BTD.shape[2], unit)
 
     def kernel(b, n, channels, operands, results, scratch):
         x_ref, reach_ref, w_ref, *bias_ref = operands
         spans, reaches, barrier = scratch
         first = n * TOKENS
         _copy_spans(x_ref, b, first, channels, past, 0, length, spans, barrier)
-        taps, bias = _begin(reach_ref.at[b, n], reaches, w_ref, bias_ref, channels, barrier)
-        push = functools.partial(_push, spans, reaches, past)
+        taps, bias = block.begin(reach_ref.at[b, n], reaches, w_ref, bias_ref, channels, barrier)
+        push = functools.partial(block.push, spans, reaches, past)
 
         def group(i, window):
             for j in range(UNROLLED):
@@ -193,11 +205,12 @@ def convolve(
     (y_BTD,) = _start(
         kernel,
         "convolve",
+        block.channels,
         [x_BTD, reach_BNPS, w_WD, *([] if bias_D is None else [bias_D[None]])],
         x_BTD.shape,
         (jax.ShapeDtypeStruct(x_BTD.shape, BF16),),
         [
-            _spans(past + SPAN),
+            block.spans(past + SPAN),
             plgpu.SMEM((past + SPAN + past, WARPS), jnp.int32),
             plgpu.Barrier(num_arrivals=copies),
         ],
@@ -208,13 +221,14 @@ def convolve(
 
 @functools.partial(jax.jit, static_argnames=("silu", "unit", "simulate"))
 def convolve_backward(
-    x_BTD, w_WD, bias_D, reach_BNPS, dy_BTD, *, silu: bool, unit: bool, simulate: bool
+    x_BTD, w_WD, bias_D, reach_BNPS, dy_BTD, *, silu: bool, unit: int, simulate: bool
 ):
     """(dx_BTD, dw_WD, dbias_D or None); the sums of taps are computed anew from x."""
     batch, length, width = x_BTD.shape
     taps_count = w_WD.shape[0]
     past = taps_count - 1
     sums_count = taps_count + (bias_D is not None)
+    block = _block(width, unit)
 
     def kernel(b, n, channels, operands, results, scratch):
         x_ref, dy_ref, reach_ref, w_ref, *bias_ref = operands
@@ -223,13 +237,13 @@ def convolve_backward(
         first = n * TOKENS
         _copy_spans(x_ref, b, first, channels, past, past, length, xs, barrier)
         _copy_spans(dy_ref, b, first, channels, 0, past, length, dys, barrier)
-        taps, bias = _begin(reach_ref.at[b, n], reaches, w_ref, bias_ref, channels, barrier)
-        push = functools.partial(_push, xs, reaches, past)
+        taps, bias = block.begin(reach_ref.at[b, n], reaches, w_ref, bias_ref, channels, barrier)
+        push = functools.partial(block.push, xs, reaches, past)
 
         def step(place, window, pending, sums):
             """`pending` are the gradients of the last X inputs, which later tokens add to."""
             reach, window = push(place, window)
-            d = _load(dys.at[:, place])
+            d = block.load(dys.at[:, place])
             if silu or unit:
                 s = _sum_of_taps(reach, window, taps, bias)
                 gate = _sigmoid(s) if silu else 1.0
@@ -241,13 +255,15 @@ def convolve_backward(
                 d = d * (gate + y * (1.0 - gate)) if silu else d
             d = jnp.where(reach >= 0, d, 0.0)
             backs = [d] + [jnp.where(reach >= back, d, 0.0) for back in range(1, taps_count)]
-            pending = [p + backs[past - i] * taps[i] for i, p in enumerate([*pending, _zeros()])]
+            pending = [
+                p + backs[past - i] * taps[i] for i, p in enumerate([*pending, block.zeros()])
+            ]
             if sums is not None:
                 terms = [backs[past - i] * window[i] for i in range(taps_count)]
                 terms += [] if bias is None else [d]
                 sums = [a + t for a, t in zip(sums, terms, strict=True)]
             # Input `place - past` has all its terms. Those before the span go where no one reads.
-            dx = jnp.where(_reaches(reaches, place) >= 0, pending[0], 0.0)
+            dx = jnp.where(block.reaches(reaches, place) >= 0, pending[0], 0.0)
             xs.at[:, place][...] = dx.astype(BF16)
             return window[1:], pending[1:], sums
 
@@ -259,7 +275,7 @@ def convolve_backward(
         window = []
         for place in range(-past, 0):
             _, window = push(place, window)
-        carry = (window, [_zeros()] * past, [_zeros()] * sums_count)
+        carry = (window, [block.zeros()] * past, [block.zeros()] * sums_count)
         window, pending, sums = count_up(SPAN // UNROLLED, group, carry)
         for place in range(SPAN, SPAN + past):
             window, pending, _ = step(place, window, pending, None)
@@ -272,6 +288,7 @@ def convolve_backward(
     dx_BTD, sums_BNSD = _start(
         kernel,
         "convolve_backward",
+        block.channels,
         [x_BTD, dy_BTD, reach_BNPS, w_WD, *([] if bias_D is None else [bias_D[None]])],
         x_BTD.shape,
         (
@@ -279,8 +296,8 @@ def convolve_backward(
             jax.ShapeDtypeStruct((batch, blocks, sums_count, width), F32),
         ),
         [
-            _spans(past + SPAN + past),
-            _spans(SPAN + past),
+            block.spans(past + SPAN + past),
+            block.spans(SPAN + past),
             plgpu.SMEM((past + SPAN + past, WARPS), jnp.int32),
             plgpu.Barrier(num_arrivals=copies),
         ],
@@ -329,18 +346,18 @@ def short_convolution(
     reach_BT: jax.Array,
     *,
     activation: str | None,
-    unit: bool = False,
+    unit: int = 0,
     simulate: bool = False,
 ) -> jax.Array:
     """y_t = act(bias + sum_i w_i * x_(t - X + i)) over the tokens that t sees; y in bfloat16.
 
     Args:
-      x_BTD: bfloat16; D a multiple of `CHANNELS`, W up to `MAX_TAPS`.
+      x_BTD: bfloat16; D a multiple of the least of `BLOCKS`, W up to `MAX_TAPS`.
       w_WD, bias_D: any float dtype; bias None for none.
       reach_BT: int32, how many of the X tokens before it a token sees: 0 for a document's first,
         -1 for padding, whose output is 0 and which counts as a zero input.
       activation: "silu" or None.
-      unit: scale each `CHANNELS` channels of y to unit length.
+      unit: scale each so many channels of y to unit length, one of `BLOCKS`; 0 for none.
       simulate: run in Pallas' simulator, on any machine.
     """
     length = x_BTD.shape[1]

@@ -15,7 +15,7 @@ from fastweights.ops.kernels import (
 )
 
 MAX_KEY_DIM, MAX_VALUE_DIM = 256, 256
-CHANNELS = 128  # a block of the convolution
+BLOCKS = 128, 64  # channels of a block of the convolution: heads that it can scale to unit length
 MAX_TAPS = 8  # of the convolution
 CONVOLVED_TOKENS = 128  # a block of the convolution; fewer are no loss without the kernel
 TILE = 64  # head dims: `rule` pads them to a multiple; for one token that would copy the state
@@ -42,7 +42,7 @@ def convolution_obstacle(x_BTD: jax.Array, w_WD: jax.Array) -> str | None:
         return reason
     if x_BTD.dtype != jnp.bfloat16:
         return f"the kernel takes bfloat16, and x is {x_BTD.dtype}"
-    return obstacle_of_taps(w_WD, CHANNELS, MAX_TAPS)
+    return obstacle_of_taps(w_WD, min(BLOCKS), MAX_TAPS)
 
 
 def obstacle(

@@ -202,7 +202,7 @@ def short_convolution(
     reach_BT: jax.Array,
     *,
     activation: str | None,
-    unit: bool = False,
+    unit: int = 0,
     interpret: Any = False,
 ) -> jax.Array:
     """y_t = act(bias + sum_i w_i * x_(t - X + i)) over the tokens that t sees; y in x's dtype.
@@ -213,7 +213,7 @@ def short_convolution(
       reach_BT: int32, how many of the X tokens before it a token sees: 0 for a document's first,
         -1 for padding, whose output is 0 and which counts as a zero input.
       activation: "silu" or None.
-      unit: scale each `LANES` channels of y to unit length.
+      unit: scale each so many channels of y, `LANES`, to unit length; 0 for none.
       interpret: run in Pallas' interpreter, on any machine: True or `pltpu.InterpretParams`.
     """
     length = x_BTD.shape[1]

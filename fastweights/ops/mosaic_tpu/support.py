@@ -17,7 +17,7 @@ from fastweights.ops.kernels import (
 LANES = 128  # head dims and channels: padded to a multiple
 VMEM_LIMIT = 48 * 2**20  # bytes; the smallest VMEM, that of a v7x core, is 64 MiB
 MAX_DIM = 256  # of keys and values
-CHANNELS = LANES  # of the convolution: a head that it can scale to unit length
+BLOCKS = (LANES,)  # channels of a block of the convolution: heads that it can scale to unit length
 HALO = 16  # tokens of the convolution's block of earlier ones: a whole tile in bfloat16
 MAX_TAPS = 8  # of the convolution
 CONVOLVED_TOKENS = 128  # fewer are no loss without the kernel
@@ -47,7 +47,7 @@ def convolution_obstacle(x_BTD: jax.Array, w_WD: jax.Array) -> str | None:
         return reason
     if x_BTD.dtype not in (jnp.bfloat16, jnp.float32):
         return f"the kernel takes bfloat16 and float32, and x is {x_BTD.dtype}"
-    return obstacle_of_taps(w_WD, CHANNELS, MAX_TAPS)
+    return obstacle_of_taps(w_WD, min(BLOCKS), MAX_TAPS)
 
 
 def obstacle(

@@ -57,6 +57,8 @@ def outputs_and_gradients(x, w, bias, dy, **options):
         (dict(), "silu", 0),
         (dict(B=2, T=128, D=256, bias=True, packed=True), "silu", 128),
         (dict(T=200, W=3, bias=True, packed=True), None, 64),
+        (dict(B=2, D=64), "silu", 32),
+        (dict(D=192, bias=True, packed=True), "silu", 0),
         (dict(T=130, W=1), None, 128),
     ],
     ids=str,
@@ -71,8 +73,8 @@ def test_kernels_match_the_sum_of_taps(on_hopper, races_found, dims, activation,
     with pytest.warns(UserWarning, match="bfloat16"):
         want = outputs_and_gradients(x.astype(jnp.float32), w, bias, dy, **options)
     assert len(on_hopper) == 1
-    # Heads of 64 are scaled behind the kernel, from what it rounded.
-    of_sums = 4e-3 if unit_heads == 64 else 1e-6
+    # Heads of 32 are scaled behind the kernel, from what it rounded.
+    of_sums = 4e-3 if unit_heads == 32 else 1e-6
     for name, a, b, bound in zip(
         ("y", "dx", "dw", "dbias"), got, want, (4e-3, 4e-3, of_sums, of_sums), strict=True
     ):

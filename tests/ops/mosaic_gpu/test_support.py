@@ -117,11 +117,11 @@ def stand_ins(monkeypatch):
         return chunked.core(q, k, v, *rest, scale=scale, chunk_size=16)
 
     def convolve(x, w, bias, reach, *, activation, unit):
-        assert not unit
         del reach
         shapes.append((x.shape, w.shape))
         form = convolution._weighted_sum
-        return form(convolution._prepend(None, x, w.shape[0] - 1), w, bias, None, activation)
+        y = form(convolution._prepend(None, x, w.shape[0] - 1), w, bias, None, activation)
+        return convolution.normalize_heads(y, unit)
 
     monkeypatch.setattr(support, "on_hopper", lambda: True)
     monkeypatch.setattr(rule, "core", core)
@@ -185,5 +185,12 @@ def test_over_a_mesh_each_device_convolves_its_part(stand_ins):
     y = jnp.concatenate([x, x[::-1]], axis=1)
     close(*over_mesh(lambda x, w: ops.short_convolution(x, w)[0], y, w, mesh=SLICES))
     assert ((2, 131, 128), (4, 128)) in stand_ins
-    with pytest.warns(UserWarning, match="multiples of 128 channels, and a device has 64"):
-        over_mesh(lambda x, w: ops.short_convolution(x, w)[0], x[:, :, :128], w[:, :128])
+    with pytest.warns(UserWarning, match="multiples of 64 channels, and a device has 32"):
+        over_mesh(lambda x, w: ops.short_convolution(x, w)[0], x[:, :, :64], w[:, :64])
+
+
+def test_heads_that_devices_share_are_scaled_behind_the_kernel(stand_ins):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((4, 128, 128), (4, 128)))
+    close(*over_mesh(lambda x, w: ops.short_convolution(x, w, unit_heads=128)[0], x, w))
+    assert ((1, 128, 64), (4, 64)) in stand_ins
