@@ -112,13 +112,19 @@ def mean_of_slices(
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A claim and what became of it; the scores are one a seed, at the best rate or its own."""
+    """A claim and what became of it.
+
+    Attributes:
+      scores: one a seed, at the best rate or its own.
+      others: in an order, those of the other.
+    """
 
     claim: Claim | Order
     scores: tuple[float, ...]
     chance: float
     holds: bool
     note: str = ""
+    others: tuple[float, ...] = ()
 
 
 def measured(run: str, slice: str, score: float, *, chance: float, seed: int) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def judge(claim: Claim | Order, rows: Sequence[dict[str, Any]]) -> Verdict:
     gain = mean - other if claim.measure == "recall" else other - mean
     note = f"{mean:.3f} against {other:.3f}"
     holds = claim.by <= gain <= claim.apart and (claim.measure != "recall" or mean >= claim.least)
-    return Verdict(claim, tuple(scores), chance, holds, note)
+    return Verdict(claim, tuple(scores), chance, holds, note, tuple(others))
 
 
 def _scores(

@@ -232,9 +232,7 @@ def check_large(B: int, T: int, H: int) -> tuple[bool, str]:
     return bool(jnp.all(whole == run(*part, state[-1:, -2:]))), "as the last heads alone"
 
 
-def check_convolution(
-    taps: int, bias: bool, packed: bool, unit: int, D: int
-) -> tuple[bool, str]:
+def check_convolution(taps: int, bias: bool, packed: bool, unit: int, D: int) -> tuple[bool, str]:
     """The short convolution and its gradients against its XLA form in float32."""
     rng = np.random.default_rng(taps)
 

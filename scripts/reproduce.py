@@ -110,7 +110,10 @@ def chance(verdict: Verdict) -> str:
 
 
 def scores(verdict: Verdict) -> str:
-    return verdict.note or " ".join(f"{score:.3f}" for score in verdict.scores)
+    mine, others = (
+        " ".join(f"{score:.3f}" for score in found) for found in (verdict.scores, verdict.others)
+    )
+    return f"{verdict.note} (seeds {mine} against {others})" if others else verdict.note or mine
 
 
 def here() -> str:
