@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,10 +86,13 @@ def model_name(run: str) -> str:
     return re.sub(r",?\b(lr|seed|matched)=[^,/]*", "", run).strip(",") or "model"
 
 
-def summarise(rows: Sequence[dict[str, Any]]) -> list[Summary]:
+def summarise(
+    rows: Sequence[dict[str, Any]], rates: Mapping[str, float] | None = None
+) -> list[Summary]:
     """One summary for each model, eval and slice with finished runs, in the order of the rows.
 
-    A failed run is one of each slice that its model was scored on.
+    A failed run is one of each slice that its model was scored on. `rates` of models, where given,
+    take the place of the best ones.
 
     Raises:
       UserError: two runs of one model with the same rate and seed.
@@ -102,8 +105,9 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[Summary]:
         for (model, eval_name, _), found in groups.items():
             if (model, eval_name) == (model_name(row["run"]), row["eval"]):
                 found.append({**row, "recall": 0.0})
-    rates = _best_rates(groups)
-    return [_summary(*key, found, rates[key[0]]) for key, found in groups.items()]
+    chosen = _best_rates(groups) if rates is None else rates
+    # A model that was scored on kinds of answers alone has the best rate of each.
+    return [_summary(*key, found, chosen.get(key[0])) for key, found in groups.items()]
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> list[Loss]:
@@ -183,7 +187,7 @@ def failed_runs(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _summary(
-    model: str, eval_name: str, slice_name: str, rows: list[dict[str, Any]], rate: float
+    model: str, eval_name: str, slice_name: str, rows: list[dict[str, Any]], rate: float | None
 ) -> Summary:
     scores: dict[float, list[float]] = collections.defaultdict(list)
     errors: dict[float, list[float]] = collections.defaultdict(list)
@@ -201,7 +205,11 @@ def _summary(
     finished = [row for row in rows if row["status"] == "done"]
     rates = sorted({row["lr"] for row in finished})
     # An eval that was run later, by hand, may lack the runs of the model's rate.
-    best = rate if rate in rates else max(rates, key=lambda lr: float(np.mean(scores[lr])))
+    best = (
+        rate
+        if rate is not None and rate in rates
+        else max(rates, key=lambda lr: float(np.mean(scores[lr])))
+    )
     at_best = [row for row in finished if row["lr"] == best]
     losses = [row["nll"] for row in at_best if row.get("nll") is not None]
     low, high = interval(scores[best], errors[best])

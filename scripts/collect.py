@@ -132,12 +132,21 @@ def read_rows(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dic
     )
     try:
         with table.open(encoding="utf-8-sig", newline="") as lines:
-            rows = list(csv.DictReader(lines, restval=""))
+            reader = csv.DictReader(lines, restval="")
+            rows, header = list(reader), reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(
             f"'{table}' can't be read as CSV ({error}); give the file from scripts/collect.py."
         ) from error
     check(bool(rows), f"'{table}' has no rows; make it with scripts/collect.py.")
+    twice = sorted({name for name in header if header.count(name) > 1})
+    check(not twice, f"'{table}' has the column {', '.join(twice)} twice; leave one out.")
+    wider = [row["run"] for row in rows if None in row]
+    check(
+        not wider,
+        f"'{table}' has more cells than columns in a row of run '{wider[0] if wider else ''}'; "
+        "make it again with scripts/collect.py.",
+    )
     missing = [name for name in columns if name not in rows[0]]
     check(
         not missing,
@@ -174,8 +183,7 @@ def read_rows(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dic
         )
         return int(value) if whole else value
 
-    # Cells beyond the columns, which the reader files under None, are no one's.
-    return [{name: cell(row, name) for name in row if name and row[name]} for row in rows]
+    return [{name: cell(row, name) for name in row if row[name]} for row in rows]
 
 
 def check_cells(

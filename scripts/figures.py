@@ -20,9 +20,8 @@ PLACES = {
     "state_bytes": "state of one sequence (bytes)",
     "attention_share": "share of attention layers",
     "length": "length asked (tokens)",
-    "model": "",
 }
-CHANCE = {"color": "grey", "marker": "", "label": "chance"}
+CHANCE = {"color": "grey", "label": "chance"}
 # More models than there are colours: each colour comes again with another mark.
 plt.rcParams["axes.prop_cycle"] = cycler(marker=["o", "s", "^"]) * plt.rcParams["axes.prop_cycle"]
 
@@ -48,17 +47,12 @@ def scores_against(
     """Scores with their intervals; those of one name are points of one line.
 
     Args:
-      column: what they stand against: state_bytes, attention_share, length or model.
+      column: what they stand against: state_bytes, attention_share or length.
     """
     for label, found in _by(summaries, name).items():
-        found = sorted(found, key=lambda s: _place(s, column))
-        places = [_place(s, column) for s in found]
-        scores = np.array([s.score for s in found])
-        # The mean of equal scores can round to just outside their interval.
-        spread = np.maximum(
-            [scores - [s.low for s in found], [s.high for s in found] - scores], 0.0
-        )
-        axes.errorbar(places, scores, yerr=spread, capsize=3, label=label)
+        found = sorted(found, key=lambda s: s.row[column])
+        places, scores = [s.row[column] for s in found], [s.score for s in found]
+        axes.errorbar(places, scores, yerr=_spread(found), capsize=3, label=label)
     asked = list(dict.fromkeys(s.slice for s in summaries))
     axes.set_ylabel(f"recall, {asked[0]}" if len(asked) == 1 else "recall")
     axes.set_ylim(-0.03, 1.05)
@@ -70,21 +64,40 @@ def scores_against(
         lengths = sorted({s.row["length"] for s in summaries})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
-    elif column == "model":
-        axes.margins(x=0.2)
+
+
+def scores_by_model(summaries: Sequence[Summary]) -> Figure:
+    """A model a line, with its interval and what a guess scores."""
+    size = (8, 1.2 + 0.4 * len(summaries))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    places, scores = range(len(summaries)), [s.score for s in summaries]
+    axes.errorbar(scores, places, xerr=_spread(summaries), capsize=3, linestyle="")
+    axes.plot([s.row["chance"] for s in summaries], places, "|", markersize=14, **CHANCE)
+    axes.set_yticks(places, [s.model for s in summaries])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"recall, {summaries[0].slice}")
+    axes.set_xlim(-0.03, 1.05)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def _spread(summaries: Sequence[Summary]) -> np.ndarray:
+    """How far the interval reaches below and above each score."""
+    scores = np.array([s.score for s in summaries])
+    below, above = scores - [s.low for s in summaries], [s.high for s in summaries] - scores
+    # The mean of equal scores can round to just outside their interval.
+    return np.maximum([below, above], 0.0)
 
 
 def chance_against(axes: Axes, summaries: Sequence[Summary], column: str) -> None:
-    """What a guess scores, a dotted line; against length it can differ from place to place."""
-    chance = {_place(s, column): s.row["chance"] for s in summaries}
-    if column == "length":
-        axes.plot(sorted(chance), [chance[n] for n in sorted(chance)], ":", **CHANCE)
+    """What a guess scores: a line, or a mark at each place where it is not the same for all."""
+    chance = {(s.row[column], s.row["chance"]): None for s in summaries}
+    if len({value for _, value in chance}) == 1:
+        axes.axhline(summaries[0].row["chance"], linestyle=":", marker="", **CHANCE)
     else:
-        axes.axhline(summaries[0].row["chance"], linestyle=":", **CHANCE)
-
-
-def _place(summary: Summary, column: str) -> Any:
-    return summary.model if column == "model" else summary.row[column]
+        places, values = zip(*chance, strict=True)
+        axes.plot(places, values, "_", markersize=14, **CHANCE)
 
 
 def losses_against_attention(axes: Axes, losses: Sequence[Loss]) -> None:

@@ -22,6 +22,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 import collect
 import figures
@@ -36,9 +37,8 @@ COLUMNS = (
 PLACE = ("attention_share", "state_bytes")
 DRAWN = collect.needs((*PLACE, "pattern", "length", "pairs", "chance"), PLACE)
 MEAN = "mean"
-# What models stand against -> the columns of the figures' panels.
-AGAINST = {"size": PLACE, "length": ("length",), "model": ("model",)}
-NAME = {"size": figures.pattern_of, "length": figures.model_of, "model": figures.model_of}
+# What models stand against -> what the figure calls them.
+AGAINST = {"size": figures.pattern_of, "length": figures.model_of, "model": figures.model_of}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     points, losses = read_points(args.table, args.slice, args.without, args.against)
     draw(points, losses, args.out, args.against)
-    name = NAME[args.against]
+    name = AGAINST[args.against]
     for point in sorted(points, key=lambda point: -point.score):
         print(
             f"{name(point):>9}  {point.slice}  share {point.row['attention_share']:.3f}  "
@@ -91,6 +91,12 @@ def read_points(
         check(len(kept) < len(rows), f"--without '{text}' is in no run's name in '{table}'.")
         rows = kept
     check(bool(rows), f"--without leaves no run of '{table}'; leave fewer out.")
+    others = sorted({row["eval"] for row in rows} - set(DRAWN))
+    check(
+        not others,
+        f"'{table}' has rows of the eval {', '.join(others)}, which are not drawn; gather "
+        f"{', '.join(DRAWN)} alone (scripts/collect.py --eval).",
+    )
     collect.check_cells(table, rows, DRAWN)
     losses = analysis.losses(rows)
     rows = [row for row in rows if row["eval"] != analysis.LOSS_EVAL]
@@ -157,11 +163,27 @@ def check_apart(points: Sequence[Summary], against: str) -> None:
 def draw(
     points: Sequence[Summary], losses: Sequence[Loss], out: pathlib.Path, against: str = "size"
 ) -> None:
-    """Recall against each column; the share only where no pattern has two sizes."""
-    columns = list(AGAINST[against])
-    name = NAME[against]
-    if against == "size" and len({name(point) for point in points}) < len(points):
-        columns.remove("attention_share")
+    """The figure of `against`, saved."""
+    if against == "model":
+        figure = figures.scores_by_model(points)
+    elif against == "length":
+        figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+        figures.scores_against(axes, points, "length")
+        figures.chance_against(axes, points, "length")
+        figures.beside(axes)
+    else:
+        figure = draw_sizes(points, losses)
+    try:
+        files.save_figure(figure, out)
+    finally:
+        plt.close(figure)
+
+
+def draw_sizes(points: Sequence[Summary], losses: Sequence[Loss]) -> Figure:
+    """Recall against state bytes (log), and where no pattern has two sizes against its share."""
+    columns = ["state_bytes"]
+    if len({figures.pattern_of(point) for point in points}) == len(points):
+        columns.insert(0, "attention_share")
     count = len(columns) + bool(losses)
     size = (7, 4.5) if count == 1 else (5 * count, 4)
     figure, grid = plt.subplots(1, count, figsize=size, layout="constrained", squeeze=False)
@@ -169,13 +191,10 @@ def draw(
     if losses:
         figures.losses_against_attention(panels.pop(1), losses)
     for axes, column in zip(panels, columns, strict=True):
-        figures.scores_against(axes, points, column, name)
+        figures.scores_against(axes, points, column, figures.pattern_of)
         figures.chance_against(axes, points, column)
         axes.legend()
-    try:
-        files.save_figure(figure, out)
-    finally:
-        plt.close(figure)
+    return figure
 
 
 if __name__ == "__main__":

@@ -89,12 +89,18 @@ def tasks_of(summaries: Sequence[Summary]) -> dict[str, list[Summary]]:
     return found
 
 
-def mean_scores(rows: Sequence[dict[str, Any]]) -> dict[str, list[Summary]]:
-    """Task -> its models' means over all slices; none where runs were asked different slices."""
+def mean_table(summaries: Sequence[Summary], rows: Sequence[dict[str, Any]]) -> str:
+    """A task's models by their mean over its slices, at the rates of `summaries`."""
+    models = {s.model: s.lr for s in summaries}
+    mine = [
+        row
+        for row in rows
+        if row["eval"] != analysis.LOSS_EVAL and analysis.model_name(row["run"]) in models
+    ]
     try:
-        return tasks_of(analysis.summarise(analysis.mean_over_slices(rows)))
-    except UserError:
-        return {}
+        return headline(analysis.summarise(analysis.mean_over_slices(mine), models))
+    except UserError as error:
+        return f'<p class="note">No means over slices: {html.escape(str(error))}</p>'
 
 
 def hardest(summaries: Sequence[Summary]) -> list[Summary]:
@@ -144,11 +150,10 @@ def page(
     pictures: dict[str, pathlib.Path],
 ) -> str:
     parts = [f"<h1>{html.escape(name)}</h1>", f'<p class="note">{scale(summaries, rows)}</p>']
-    means = mean_scores(rows)
     for task, found in tasks_of(summaries).items():
         parts.append(f"<h2>{html.escape(task)}</h2>")
-        if len({s.slice for s in found}) > 1 and task in means:
-            parts.append(headline(means[task]))
+        if len({s.slice for s in found}) > 1:
+            parts.append(mean_table(found, rows))
         parts.append(headline(found))
     if losses:
         parts += ["<h2>loss on text</h2>", loss_table(losses)]

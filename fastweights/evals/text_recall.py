@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fastweights.data import DataConfig, run_tokenizer
+from fastweights.data.pipeline import TEXT
 from fastweights.data.tokenizer import Tokenizer
 from fastweights.errors import check
 from fastweights.evals.forward import Context
@@ -59,7 +60,9 @@ class TextRecall:
     most: int
 
     def check_fits(self, data: DataConfig) -> None:
-        """Any data will do: the tokenizer may lie in the run's folder."""
+        """Any data will do, for the tokenizer may lie in the run's folder; text has one already."""
+        if data.kind == TEXT:
+            self._check_least(run_tokenizer(data), data.length)
 
     def evaluate(self, context: Context, params: Any) -> Result:
         """Rows for the largest size whose prompts fit a training row, a half and a quarter of it.
@@ -87,13 +90,9 @@ class TextRecall:
         """By halving: the largest size at which all prompts fit into `length` tokens."""
 
         def fits(size: int) -> bool:
-            return encode(self._prompts(size), tokenizer)["tokens"].shape[1] <= length
+            return self._longest(tokenizer, size) <= length
 
-        check(
-            fits(self.least),
-            f"the shortest prompt of the eval {self.name} is longer than data.length {length}; "
-            "lengthen the rows of the data.",
-        )
+        self._check_least(tokenizer, length)
         low, high = self.least, self.least * 2
         while high < self.most and fits(high):
             low, high = high, high * 2
@@ -102,6 +101,17 @@ class TextRecall:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         return low
+
+    def _longest(self, tokenizer: Tokenizer, size: int) -> int:
+        return encode(self._prompts(size), tokenizer)["tokens"].shape[1]
+
+    def _check_least(self, tokenizer: Tokenizer, length: int) -> None:
+        shortest = self._longest(tokenizer, self.least)
+        check(
+            shortest <= length,
+            f"the shortest prompts of the eval {self.name} have {shortest} tokens, and data.length "
+            f"is {length}; lengthen the rows of the data, or leave the eval out.",
+        )
 
     def _score(self, context: Context, params: Any, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         pieces = [
@@ -152,6 +162,8 @@ def decode(
 def encode(prompts: list[Pieces], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
     """A batch of prompts, filled up at the end; the answers' tokens are the only targets.
 
+    Not asked are tokens of spaces and dashes, which anyone can tell.
+
     Raises:
       UserError: the tokenizer does not give a prompt's text back.
     """
@@ -161,7 +173,12 @@ def encode(prompts: list[Pieces], tokenizer: Tokenizer) -> dict[str, np.ndarray]
     for pieces in prompts:
         parts = [(next(ids), is_answer) for _, is_answer in pieces]
         tokens = np.concatenate([part for part, _ in parts])
-        answers = np.concatenate([np.full(len(part), is_answer) for part, is_answer in parts])
+        answers = np.concatenate(
+            [
+                [is_answer and bool(tokenizer.decode([token]).strip(" -")) for token in part]
+                for part, is_answer in parts
+            ]
+        )
         text = "".join(text for text, _ in pieces)
         check(
             tokenizer.decode(tokens) == text,
@@ -247,11 +264,7 @@ def needles(rng: np.random.Generator, size: int, variant: str) -> Pieces:
     for i in asked:
         pieces.append((questions[i], False))
         for value in values if one_key else [values[i]]:
-            # The dashes of a UUID anyone can tell.
-            first, *rest = value.split("-")
-            pieces.append((f" {first}", True))
-            for part in rest:
-                pieces += [("-", False), (part, True)]
+            pieces.append((f" {value}", True))
         pieces.append((".", False))
     return pieces[:-1]
 

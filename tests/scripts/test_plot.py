@@ -5,6 +5,8 @@ from matplotlib import pyplot as plt
 
 import figures
 import plot
+import report
+from fastweights import analysis
 from fastweights.errors import UserError
 from runs import write_table
 
@@ -149,7 +151,34 @@ def test_against_model_those_of_one_share_and_state_stand_side_by_side(tmp_path)
     points, _ = plot.read_points(table, against="model")
     assert {point.model: point.score for point in points} == {"place=first": 0.2, "place=last": 0.6}
     plot.draw(points, (), tmp_path / "x.png", "model")
-    figure, axes = plt.subplots()
-    figures.scores_against(axes, points, "model")
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["place=first", "place=last"]
+    figure = figures.scores_by_model(points)
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["place=first", "place=last"]
+    drawn = [list(line.get_xdata()) for line in axes.get_lines()]
     plt.close(figure)
+    assert [0.2, 0.6] in drawn and [0.3, 0.3] in drawn
+
+
+def test_other_evals_and_kinds_alone_are_told_in_one_sentence(tmp_path):
+    table = write_table(tmp_path / "table.csv", row("A", 0.1, 0, 0.5, eval="niah", chance=""))
+    with pytest.raises(UserError, match="rows of the eval niah, which are not drawn"):
+        plot.read_points(table)
+    rows = [row("A", lr, 0, lr, slice="T16_K3/old") for lr in (0.1, 0.2)]
+    (point,), _ = plot.read_points(write_table(tmp_path / "kinds.csv", *rows))
+    assert point.lr == 0.2
+
+
+def test_means_in_a_report_are_of_recall_alone_at_the_rate_of_the_slices():
+    longer = {"eval": "length", "slice": "T64_K3", "length": 64}
+    rows = [
+        row("A", lr, 0, recall, parameters=9, error=0.03, **of)
+        for lr, recalls in {0.1: (0.9, 0.2), 0.2: (0.8, 0.8)}.items()
+        for recall, of in zip(recalls, ({}, longer), strict=True)
+    ]
+    told = report.mean_table(analysis.summarise(rows), rows)
+    # The rate is chosen within the trained length, at 0.1; beyond it the other is better.
+    assert "<td>0.1</td>" in told and "0.550</span>" in told
+    loss = text_row("A", 0.1, 0, 1.0, run=rows[0]["run"], length=16)
+    assert report.mean_table(analysis.summarise(rows), [*rows, loss]) == told
+    lacking = [*rows, row("A", 0.2, 1, 0.8, parameters=9)]
+    assert "has no result on T64_K3" in report.mean_table(analysis.summarise(lacking), lacking)

@@ -405,8 +405,8 @@ def test_collect_and_plot_name_what_is_missing(tmp_path):
     with pytest.raises(UserError, match=r"does not exist; check the path, or make a table"):
         plot.main([str(tmp_path / "none.csv"), "--out", str(tmp_path / "x.png")])
     table = tmp_path / "table.csv"
-    filled = {"run", "status", "eval"}
-    cells = ["unfinished" if name in filled else "" for name in plot.COLUMNS]
+    filled = {"run": "a", "status": "unfinished", "eval": "recall"}
+    cells = [filled.get(name, "") for name in plot.COLUMNS]
     table.write_text(f"{','.join(plot.COLUMNS)}\n{','.join(cells)}\n")
     with pytest.raises(UserError, match="no finished run"):
         plot.main([str(table), "--out", str(tmp_path / "x.png")])
