@@ -324,7 +324,7 @@ def main() -> int:
     # Compiling takes most of the time, and several programs compile at once.
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for name, (good, line) in zip(calls, pool.map(lambda f: f(), calls.values()), strict=True):
-            print(f"{'ok  ' if good else 'FAIL'} {name:<30}{line}", flush=True)
+            print(f"{'ok  ' if good else 'FAIL'} {name:<48}{line}", flush=True)
             passed.append(good)
     print(f"{sum(passed)} of {len(passed)} pass, {time.time() - start:.0f} s")
     return 0 if all(passed) else 1

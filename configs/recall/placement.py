@@ -5,7 +5,8 @@
 Eight layers of which two are attention, on 1 to 4 hops along shuffled edges; the rest as in
 ratio.py. Published (Meta 2025, Mamba-2 with one attention layer in 13, loss at 1B parameters):
 first 2.771, middle 2.740; spread is as good as the middle. The claim is that first is the worst.
-Run in half, first and spread (results/placement_h200.csv).
+On an H200 it is (results/placement_h200.csv, docs/measurements.md; 3.2e-2 was not run with
+first and spread).
 """
 
 import pathlib

