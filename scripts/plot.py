@@ -28,7 +28,7 @@ import collect
 import figures
 from fastweights import analysis, cli, files
 from fastweights.analysis import Loss, Summary
-from fastweights.errors import check
+from fastweights.errors import UserError, check
 
 COLUMNS = (
     "run", "status", "pattern", "eval", "slice", "pairs", "length", "lr", "seed", "recall",
@@ -142,22 +142,24 @@ def check_apart(points: Sequence[Summary], against: str) -> None:
     """
     spots: dict[tuple[str, int], Summary] = {}
     for point in points:
-        size = against == "size"
-        spot = (
-            (figures.pattern_of(point), point.row["state_bytes"])
-            if size
-            else (point.model, point.row["length"])
-        )
+        if against == "size":
+            spot = (figures.pattern_of(point), point.row["state_bytes"])
+            told = (
+                "have the same pattern and state, and what else they differ in the figure does not "
+                "show; leave one of them out (--without), or draw them --against model."
+            )
+        else:
+            spot = (point.model, point.row["length"])
+            told = "have one length; draw one slice (--slice), against something else."
         other = spots.setdefault(spot, point)
-        check(
-            other is point,
-            f"'{other.model}' and '{point.model}' have the same pattern and state, and what else "
-            "they differ in the figure does not show; leave one of them out (--without), or draw "
-            "them --against model."
-            if size
-            else f"'{point.model}' was asked two things at length {spot[1]}, {other.slice} and "
-            f"{point.slice}; draw one of them with --slice, against something else.",
-        )
+        if other is point:
+            continue
+        names = other.model, point.model
+        if names[0] == names[1]:
+            names = (f"{other.model} on {other.slice}", f"{point.model} on {point.slice}")
+        if names[0] == names[1]:
+            told = f"are in the evals {other.eval} and {point.eval}; gather one of them."
+        raise UserError(f"'{names[0]}' and '{names[1]}' {told}")
 
 
 def draw(

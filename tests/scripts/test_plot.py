@@ -65,6 +65,14 @@ def test_models_that_the_plot_cannot_tell_apart_are_refused(tmp_path):
         plot.read_points(table)
     (point,), _ = plot.read_points(table, without=["neg=true"])
     assert (point.model, point.score) == ("pattern=D", 1.0)
+    twice = [row("D", 0.1, 0, 1.0), row("D", 0.1, 0, 0.5, eval="length")]
+    for against in plot.AGAINST:
+        with pytest.raises(UserError, match="on T16_K3' are in the evals recall and length"):
+            plot.read_points(
+                write_table(tmp_path / "twice.csv", *twice),
+                "T16_K3" if against != "length" else None,
+                against=against,
+            )
     with pytest.raises(UserError, match="--without 'width=' is in no run's name"):
         plot.read_points(table, without=["neg=true", "width="])
 
@@ -136,7 +144,9 @@ def test_against_length_each_model_is_a_line_over_what_it_was_asked(tmp_path):
         plot.read_points(table, "T64_K3", against="length")
     rows.append(row("GA", 0.1, 0, 0.1, run="rope=0,lr=0.1,seed=0", slice="T16_K9", pairs=9))
     table = write_table(tmp_path / "table.csv", *rows)
-    with pytest.raises(UserError, match="'rope=0' was asked two things at length 16, T16_K3 and"):
+    with pytest.raises(
+        UserError, match="'rope=0 on T16_K3' and 'rope=0 on T16_K9' have one length"
+    ):
         plot.read_points(table, against="length")
 
 
