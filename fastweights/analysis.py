@@ -203,22 +203,19 @@ def _summary(
         scores[row["lr"]].append(row["recall"])
         errors[row["lr"]].append(row.get("error") or 0.0)
     finished = [row for row in rows if row["status"] == "done"]
-    rates = sorted({row["lr"] for row in finished})
+    rates: list[float] = sorted({row["lr"] for row in finished})
     # An eval that was run later, by hand, may lack the runs of the model's rate.
-    best = (
-        rate
-        if rate is not None and rate in rates
-        else max(rates, key=lambda lr: float(np.mean(scores[lr])))
-    )
-    at_best = [row for row in finished if row["lr"] == best]
+    if rate is None or rate not in rates:
+        rate = max(rates, key=lambda lr: float(np.mean(scores[lr])))
+    at_best = [row for row in finished if row["lr"] == rate]
     losses = [row["nll"] for row in at_best if row.get("nll") is not None]
-    low, high = interval(scores[best], errors[best])
+    low, high = interval(scores[rate], errors[rate])
     return Summary(
         model,
         eval_name,
         slice_name,
-        best,
-        float(np.mean(scores[best])),
+        rate,
+        float(np.mean(scores[rate])),
         low,
         high,
         robustness({lr: float(np.mean(found)) for lr, found in scores.items()}),

@@ -144,8 +144,8 @@ def read_rows(table: pathlib.Path, columns: Sequence[str] = COLUMNS) -> list[dic
     wider = [row["run"] for row in rows if None in row]
     check(
         not wider,
-        f"'{table}' has more cells than columns in a row of run '{wider[0] if wider else ''}'; "
-        "make it again with scripts/collect.py.",
+        f"'{table}' has more cells than columns in a row of run {', '.join(wider)}; make it again "
+        "with scripts/collect.py.",
     )
     missing = [name for name in columns if name not in rows[0]]
     check(

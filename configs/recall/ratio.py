@@ -16,8 +16,7 @@ Published (Wang et al. 2025, 1.3B parameters, mean over RULER): 0.26 without att
 1:12, 0.39 at 1:6, 0.40 at 1:3, 0.42 with attention alone; language scores flat within a point. The
 claims are the order of these, not the numbers. Not run to the end yet: after 2,000 steps on an H200
 (commit fbb09a3) Gated DeltaNet alone recalled 0.67, the 3:1 hybrid 0.68, 1:1 0.72 and
-attention alone 0.62, each at its best rate, so that memory is not what is short there; two heads of
-32 in 24 layers keep sixteen edges.
+attention alone 0.62, each at its best rate, so that memory is hardly what is short there.
 """
 
 from ml_collections import ConfigDict

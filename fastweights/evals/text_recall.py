@@ -175,7 +175,7 @@ def encode(prompts: list[Pieces], tokenizer: Tokenizer) -> dict[str, np.ndarray]
         tokens = np.concatenate([part for part, _ in parts])
         answers = np.concatenate(
             [
-                [is_answer and bool(tokenizer.decode([token]).strip(" -")) for token in part]
+                _asked(part, tokenizer) if is_answer else [False] * len(part)
                 for part, is_answer in parts
             ]
         )
@@ -197,6 +197,10 @@ def encode(prompts: list[Pieces], tokenizer: Tokenizer) -> dict[str, np.ndarray]
     }
     ones = np.ones_like(batch["tokens"])
     return batch | {"segment_ids": ones, "positions": np.cumsum(ones, axis=1, dtype=np.int32) - 1}
+
+
+def _asked(answer: np.ndarray, tokenizer: Tokenizer) -> list[bool]:
+    return [bool(tokenizer.decode([token]).strip(" -")) for token in answer]
 
 
 def _fill_rows(batch: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarray]:
@@ -291,10 +295,11 @@ def pairs(rng: np.random.Generator, size: int) -> Pieces:
     return pieces
 
 
-NIAH = {
-    name: TextRecall(name, functools.partial(needles, variant=variant), least=32, most=200_000)
-    for variant in lookup.VARIANTS
-    for name in ("niah" if variant == "single_2" else f"niah_{variant}",)
-}
+def _niah(variant: str) -> TextRecall:
+    name = "niah" if variant == "single_2" else f"niah_{variant}"
+    return TextRecall(name, functools.partial(needles, variant=variant), least=32, most=200_000)
+
+
+NIAH = {eval_.name: eval_ for eval_ in map(_niah, lookup.VARIANTS)}
 PHONEBOOK = TextRecall("phonebook", phone_book, least=3, most=200)
 MQAR_TEXT = TextRecall("mqar_text", pairs, least=2, most=400)

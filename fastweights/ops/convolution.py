@@ -115,14 +115,17 @@ def _on_slices(arrays, activation, unit_heads) -> jax.Array:
         )
 
     x_BTD, w_WD, bias_D, segment_ids = arrays
-    # No head that is to be scaled is cut in two.
-    whole_heads = not unit_heads or sharding.part(x_BTD.shape[2], "heads") % unit_heads == 0
-    channels = "heads" if whole_heads else None
+    channels = "heads" if _heads_are_whole(x_BTD.shape[2], unit_heads) else None
     tokens = ("batch", "tokens", channels)
     # Wide, as for the kernel below.
     wide = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), (w_WD, bias_D))
     axes = (tokens, (None, channels), (channels,), tokens[:2])
     return sharding.on_each_device(run, (x_BTD, *wide, segment_ids), axes, (tokens,))[0]
+
+
+def _heads_are_whole(channels: int, unit_heads: int) -> bool:
+    """Whether the devices' parts of the channels cut no head in two that is to be scaled."""
+    return not unit_heads or sharding.part(channels, "heads") % unit_heads == 0
 
 
 def _prepend_index(index_BT: Any, reach: int) -> Any:
@@ -149,9 +152,8 @@ def _outputs(x_BTD, cache, w_WD, bias_D, index_BT, valid_BT, activation, unit_he
         if cache is not None:
             whole_BED, index_BE = _prepend(cache, x_BTD, reach), _prepend_index(index_BT, reach)
         # A head that devices share, or that fills no block, is scaled behind the kernel.
-        whole = unit_heads and sharding.part(x_BTD.shape[2], "heads") % unit_heads == 0
-        fused = whole and unit_heads in support.BLOCKS
-        unit = unit_heads if fused else 0
+        whole = _heads_are_whole(x_BTD.shape[2], unit_heads)
+        unit = unit_heads if whole and unit_heads in support.BLOCKS else 0
         reach_BE = _reach(whole_BED.shape[:2], index_BE, valid_BT, reach)
         (y_BED,) = sharding.on_each_device(
             lambda *x: (convolution.short_convolution(*x, activation=activation, unit=unit),),
@@ -161,7 +163,7 @@ def _outputs(x_BTD, cache, w_WD, bias_D, index_BT, valid_BT, activation, unit_he
             (("batch", None, "heads"),),
         )
         y_BTD = y_BED[:, -x_BTD.shape[1] :]
-        return y_BTD if fused else normalize_heads(y_BTD, unit_heads)
+        return y_BTD if unit else normalize_heads(y_BTD, unit_heads)
     if worth_it:
         kernels.say_once("short_convolution", reason)
     if valid_BT is not None:
